@@ -306,6 +306,26 @@ def test_noise_around_a_limit_is_measured_on_documents_as_long_as_those_that_dif
     assert not document_checks(worse, torch.bfloat16, "reference", logits_limit=1e-3)[0].ok
 
 
+class Float8Linear(torch.nn.Linear):
+    """Scales its input by the largest value of all positions, as tensorwise float8 does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 448 / x.abs().max()
+        return super().forward((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale)
+
+
+def test_documents_are_compared_without_the_scales_of_float8_which_couple_them() -> None:
+    orig_model = tiny_llama().train()
+    layers = [block.mlp.down_proj for block in orig_model.model.layers]
+    for layer in layers:
+        layer.__class__ = Float8Linear
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    found = check_documents(model, "reference", torch.device("cpu"), make_layout_of("packed", [60, 10], row_length=80))
+    assert found.leak == 0.0 < found.changed
+    assert found.logits_difference < 1e-5
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
 def with_many_experts() -> ModelWithLoss:
     """Return a model in bf16 whose routers' scores are so close that roundings change which experts are chosen."""
     torch.manual_seed(0)

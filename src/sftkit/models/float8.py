@@ -1,5 +1,7 @@
 """Compute matrix products of the decoder blocks in float8 with torchao."""
 
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,7 +12,7 @@ from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError, config_error, hint
 from sftkit.models.structure import decoder_blocks
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime, replaced_in_each
 
 SMALLEST_HIDDEN_SIZE = 2048
 "Smallest hidden size: below it, casting and scaling cost more than the faster products save."
@@ -110,10 +112,20 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
     return len(chosen)
 
 
+def products_in_bf16(*models: PreTrainedModel) -> AbstractContextManager[None]:
+    """Let layers in float8 multiply as torch.nn.Linear does within the context. One scale for all positions of a row
+    couples its documents, and four bits of a product hide what else a forward pass may do to them."""
+    layers = [module for model in models for module in model.modules() if _is_float8(module)]
+    return replaced_in_each("forward", {layer: partial(torch.nn.Linear.forward, layer) for layer in layers})
+
+
 def position_multiple(orig_model: PreTrainedModel) -> int:
     """Return the number that the positions of a forward and backward pass must be a multiple of.
 
     It exceeds 1 for a model in float8: the product for a weight's gradient sums over positions.
     """
-    # Compared by name: torchao may not be installed.
-    return _MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1
+    return _MULTIPLE if any(map(_is_float8, orig_model.modules())) else 1
+
+
+def _is_float8(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "Float8Linear"  # torchao may not be installed

@@ -1,7 +1,7 @@
 """The short convolution of documents in Triton; ops/short_convolution.py says what it computes.
 
-Shifted inputs overlap, so a program finds all but the first of them in its cache: each value is read from memory once,
-and the backward pass computes the sum before the activation again instead of keeping it.
+A program walks down the rows of some columns and keeps the last inputs in registers, so that each value is read once.
+The backward pass computes the sum before the activation again instead of reading it.
 """
 
 import torch
@@ -9,82 +9,139 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_TILES = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4, "num_stages": 2}
-BACKWARD_TILES = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
+MOST_TAPS = 4
+FORWARD_TILES = {"ROWS": 64, "COLUMNS": 256, "UNROLL": 4, "num_warps": 1}
+BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 256, "UNROLL": 4, "num_warps": 2}
+"Rows and columns of a program, and rows that it reads before it waits for the first of them."
 
 
 @triton.jit
-def _place(starts, row, rows, length):
-    """Return for each row the number of rows before it that its document has, and whether there is such a row."""
-    here = row < rows
-    return tl.minimum(tl.load(starts + row, mask=here, other=0), row % length), here
+def _tap(weight, column, known, back: tl.constexpr, TAPS: tl.constexpr):
+    """Return the weights of the inputs `back` positions before, fp32."""
+    if back < TAPS:
+        return tl.load(weight + column * TAPS + (TAPS - 1 - back), mask=known, other=0.0).to(tl.float32)
+    return tl.zeros([column.shape[0]], tl.float32)
 
 
 @triton.jit
-def _shifted(x, row, column, back, seen, width):
-    """Load the rows before these by `back`, 0 where they are not seen."""
-    inside = seen[:, None] & (column < width)[None, :]
-    return tl.load(x + (row - back)[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _sum(x, weight, bias, row, column, distance, here, width, TAPS: tl.constexpr, BIAS: tl.constexpr):
-    """Return the sum over the taps, rounded to the dtype of x."""
-    total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    for back in tl.static_range(TAPS):
-        tap = tl.load(weight + column * TAPS + (TAPS - 1 - back), mask=column < width, other=0.0).to(tl.float32)
-        total += _shifted(x, row, column, back, here & (distance >= back), width) * tap[None, :]
-    if BIAS:
-        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    return total.to(x.dtype.element_ty).to(tl.float32)
+def _row(x, row, column, inside, width):
+    return tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     x, weight, bias, starts, out, rows, width, length,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Compute some rows of some columns."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    distance, here = _place(starts, row, rows, length)
-    total = _sum(x, weight, bias, row, column, distance, here, width, TAPS, BIAS)
-    if SILU:
-        total *= tl.sigmoid(total)
-    inside = here[:, None] & (column < width)[None, :]
-    tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=inside)
+    known = column < width
+    tap_0 = _tap(weight, column, known, 0, TAPS)
+    tap_1 = _tap(weight, column, known, 1, TAPS)
+    tap_2 = _tap(weight, column, known, 2, TAPS)
+    tap_3 = _tap(weight, column, known, 3, TAPS)
+    added = tl.zeros([COLUMNS], tl.float32)
+    if BIAS:
+        added = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    x_1 = _row(x, first - 1, column, known & (first >= 1), width)
+    x_2 = _row(x, first - 2, column, known & (first >= 2), width)
+    x_3 = _row(x, first - 3, column, known & (first >= 3), width)
+    for index in tl.range(0, ROWS, loop_unroll_factor=UNROLL):
+        row = first + index
+        inside = known & (row < rows)
+        distance = tl.minimum(tl.load(starts + row, mask=row < rows, other=0), row % length)
+        x_0 = _row(x, row, column, inside, width)
+        total = x_0 * tap_0 + added
+        total += tl.where(distance >= 1, x_1, 0.0) * tap_1
+        total += tl.where(distance >= 2, x_2, 0.0) * tap_2
+        if TAPS > 3:
+            total += tl.where(distance >= 3, x_3, 0.0) * tap_3
+        total = total.to(out.dtype.element_ty)
+        if SILU:
+            total = total.to(tl.float32)
+            total = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+        tl.store(out + row * width + column, total, mask=inside)
+        x_3 = x_2
+        x_2 = x_1
+        x_1 = x_0
 
 
 @triton.jit
 def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     grad, x, weight, bias, starts, d_x, sums, rows, width, length,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of d_x, and the gradients of taps and bias over its rows: sums, fp32 [tiles, TAPS + 1, width]."""
-    group = tl.program_id(0).to(tl.int64)
-    row = group * ROWS + tl.arange(0, ROWS)
+    """Compute some rows of d_x, and the gradients of taps and bias over these rows: sums, [parts, TAPS + 1, width].
+
+    A row has its gradient when the sums of the rows behind it that reach back to it have theirs: up to three rows are
+    still incomplete, d_1 to d_3 rows before the last.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    first = part * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < width
-    d_total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for back in tl.static_range(TAPS):
-        # What the value of a row does to the sum of the row that is `back` later.
-        distance, here = _place(starts, row + back, rows, length)
-        seen = here & (distance >= back)
-        d_sum = _shifted(grad, row, column, -back, seen, width)
+    tap_0 = _tap(weight, column, known, 0, TAPS)
+    tap_1 = _tap(weight, column, known, 1, TAPS)
+    tap_2 = _tap(weight, column, known, 2, TAPS)
+    tap_3 = _tap(weight, column, known, 3, TAPS)
+    added = tl.zeros([COLUMNS], tl.float32)
+    if BIAS:
+        added = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    x_1 = _row(x, first - 1, column, known & (first >= 1), width)
+    x_2 = _row(x, first - 2, column, known & (first >= 2), width)
+    x_3 = _row(x, first - 3, column, known & (first >= 3), width)
+    none = tl.zeros([COLUMNS], tl.float32)
+    d_1, d_2, d_3 = none, none, none
+    of_bias, of_0, of_1, of_2, of_3 = none, none, none, none, none
+    for index in tl.range(0, ROWS + TAPS - 1, loop_unroll_factor=UNROLL):
+        row = first + index
+        inside = known & (row < rows)
+        distance = tl.minimum(tl.load(starts + row, mask=row < rows, other=0), row % length)
+        x_0 = _row(x, row, column, inside, width)
+        seen_1 = tl.where(distance >= 1, x_1, 0.0)
+        seen_2 = tl.where(distance >= 2, x_2, 0.0)
+        seen_3 = tl.where(distance >= 3, x_3, 0.0)
+        d_sum = _row(grad, row, column, inside, width)
         if SILU:
-            total = _sum(x, weight, bias, row + back, column, distance, seen, width, TAPS, BIAS)
+            total = x_0 * tap_0 + added + seen_1 * tap_1 + seen_2 * tap_2
+            if TAPS > 3:
+                total += seen_3 * tap_3
+            total = total.to(x.dtype.element_ty).to(tl.float32)
             sigmoid = tl.sigmoid(total)
             d_sum *= sigmoid * (1.0 + total * (1.0 - sigmoid))
-        tap = tl.load(weight + column * TAPS + (TAPS - 1 - back), mask=known, other=0.0).to(tl.float32)
-        d_total += d_sum * tap[None, :]
-        if back == 0:
-            target = sums + group * (TAPS + 1) * width + column
-            for other in tl.static_range(TAPS):
-                value = _shifted(x, row, column, other, here & (distance >= other), width)
-                tl.store(target + (TAPS - 1 - other) * width, tl.sum(d_sum * value, 0), mask=known)
-            tl.store(target + TAPS * width, tl.sum(d_sum, 0), mask=known)
-    inside = (row < rows)[:, None] & known[None, :]
-    tl.store(d_x + row[:, None] * width + column[None, :], d_total.to(d_x.dtype.element_ty), mask=inside)
+        d_0 = d_sum * tap_0
+        d_1 += tl.where(distance >= 1, d_sum, 0.0) * tap_1
+        d_2 += tl.where(distance >= 2, d_sum, 0.0) * tap_2
+        done = d_2
+        if TAPS > 3:
+            d_3 += tl.where(distance >= 3, d_sum, 0.0) * tap_3
+            done = d_3
+        before = index - (TAPS - 1)
+        target = d_x + (row - (TAPS - 1)) * width + column
+        tl.store(target, done.to(d_x.dtype.element_ty), mask=known & (before >= 0) & (row - (TAPS - 1) < rows))
+        d_3 = d_2
+        d_2 = d_1
+        d_1 = d_0
+        own = tl.where(index < ROWS, d_sum, 0.0)
+        of_bias += own
+        of_0 += own * x_0
+        of_1 += own * seen_1
+        of_2 += own * seen_2
+        if TAPS > 3:
+            of_3 += own * seen_3
+        x_3 = x_2
+        x_2 = x_1
+        x_1 = x_0
+    target = sums + part * (TAPS + 1) * width + column
+    tl.store(target + TAPS * width, of_bias, mask=known)
+    tl.store(target + (TAPS - 1) * width, of_0, mask=known)
+    tl.store(target + (TAPS - 2) * width, of_1, mask=known)
+    tl.store(target + (TAPS - 3) * width, of_2, mask=known)
+    if TAPS > 3:
+        tl.store(target, of_3, mask=known)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, *, silu: bool) -> Tensor:

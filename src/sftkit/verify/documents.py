@@ -93,8 +93,6 @@ class DocumentCheck:
     """of the choices of experts, how many our forward pass makes otherwise than the plain model, and all; of several
     calls in a block those that differ most. None: no choices were compared, as in fp32
     """
-    float8: bool = False
-    "whether products of blocks are in float8, which may scale a matrix by all documents of a row"
     experts_rounded: float = 0.0
     "share of the plain model's choices that random rounding changes, 0-1; 0: not measured"
 
@@ -138,6 +136,7 @@ def check_documents(
     others are replaced, in a row that is longer than the tiles of kernels and the chunks of recurrent layers too.
 
     Sliding windows are shortened below the two documents for this comparison; at the limits they keep their size.
+    Layers in float8 multiply in bf16.
 
     Args:
         backend: attention backend; "sdpa" takes one document a row, so the reference kernel replaces it.
@@ -165,6 +164,7 @@ def check_documents(
             structure.inference(orig_model),
             structure.inference(plain.orig_model),
             without_sequence_parallel(orig_model),
+            float8.products_in_bf16(orig_model, plain.orig_model),
         ):
             with short_windows(orig_model), short_windows(plain.orig_model):
                 length = _ROW_LENGTH if layout is None else layout.max_length
@@ -175,7 +175,6 @@ def check_documents(
                 if layout.packs and not orig_model.config.is_encoder_decoder:
                     with _rotary_state_kept(orig_model):
                         found = _among_neighbours(model, forward or model, backend, device, layout, found)
-            found = replace(found, float8=float8.position_multiple(orig_model) > 1)
             if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
                     moved, changed = _roundings(plain, _two_documents(model, length), device)
@@ -187,7 +186,7 @@ def check_documents(
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
     if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond and found.experts_hold:
         # Written so that NaN raises too.
-        if not found.float8 and not found.leak <= REFUSED_FROM * found.changed:
+        if not found.leak <= REFUSED_FROM * found.changed:
             raise config_error("documents that see each other", name=name, found=found)
         return found
     if plain.differing:
@@ -606,7 +605,6 @@ def document_checks(
     # Judged relative to the changed document: if that does not move either, nothing is shown.
     isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
-    moves += " (float8 may scale a matrix by all documents)" * (check.float8 and not isolated)
     alone = bool(stand_in) and isolated and layout_kind not in ("packed", "tree")
     noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
     experts = "" if check.choices is None else f"; {check.other_experts:.1%} of the experts chosen otherwise"
@@ -625,14 +623,14 @@ def document_checks(
             f"below {limit:.1e}{expected}",
             "two documents and padding in one row through this run's attention and head, each alone through a model "
             "that transformers made from the start files; longer documents on both sides of the config's limits; "
-            "in half precision with the experts that the plain model chose",
+            "in half precision with the experts that the plain model chose; layers in float8 multiply in bf16 here",
         ),
         loss_check(check.loss, check.plain_loss, check.targets, dtype),
         Check(
             "Documents in a row do not see each other",
             # If another kernel isolates, that says nothing about the run's own; if it leaks, the masks are
             # wrong for both.
-            None if (isolated and stand_in) or (check.float8 and not isolated) else isolated,
+            None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no change beyond rounding",
             "every token of one document is replaced that the other does not share, then half of the documents of a "
