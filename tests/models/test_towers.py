@@ -139,7 +139,7 @@ def test_a_checkpoint_is_the_whole_model_with_all_but_the_text_model_bit_for_bit
 def test_the_run_opens_its_first_checkpoint_as_the_whole_model(tmp_path: Path, tokenizer: Any) -> None:
     model = text_model(start(tmp_path / "start"), tokenizer)
     run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=model)
-    trip = RoundTrip(model, tokenizer, run.rt, fp8=False, trusted=False)
+    trip = RoundTrip(model, tokenizer, run.rt, trusted=False)
     files = trip.files_check(run.checkpoints.write_files)
     assert files.ok, files.found
     trip.expect(1)
@@ -293,7 +293,7 @@ def test_an_adapter_has_the_names_of_the_whole_model_and_can_be_merged_into_it(
         model=text_model(folder, tokenizer, adapter=AdapterConfig(rank=2, alpha=8)),
     )
     again.checkpoints.resume(str(saved))
-    files = RoundTrip(model, tokenizer, run.rt, fp8=False, trusted=False).files_check(run.checkpoints.write_files)
+    files = RoundTrip(model, tokenizer, run.rt, trusted=False).files_check(run.checkpoints.write_files)
     assert files.ok, files.found
     for one, other in zip(again.orig_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -383,8 +383,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    options = {"fp8": engine.setup.fp8, "trusted": cfg.model.trust_remote_code}
-    round_trip = RoundTrip(loaded.orig_model, tokenizer, rt, **options)
+    round_trip = RoundTrip(loaded.orig_model, tokenizer, rt, trusted=cfg.model.trust_remote_code)
     with closing(round_trip), Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         files = rt.from_main(lambda: round_trip.files_check(checkpoints.write_files))

@@ -354,15 +354,14 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLim
     more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of
     the scale, with losses 0.006 % apart over 100 steps): if it exceeds these limits, `Roundings` are measured.
 
-    Float8 products scale each matrix by the other contents of the batch: 5 % for the logits, above which no run
-    starts, and no known limit for the gradients.
+    Float8 products scale each matrix by the other contents of the batch: no limit of the gradients is known. Logits are
+    compared without them.
     """
-    if fp8:
-        return RoundingLimits(REFUSED_FROM, None, SCALE)
     if dtype in (torch.float32, torch.float64):
         return RoundingLimits(1e-4, 1e-4, 1e-4)
     walk = torch.finfo(dtype).eps * math.sqrt(max(blocks, 1))
-    return RoundingLimits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
+    gradients = None if fp8 else min(4 * walk, 4 * REFUSED_FROM)
+    return RoundingLimits(min(walk, REFUSED_FROM), gradients, SCALE)
 
 
 def worst(draws: Sequence[GradientDifference]) -> Roundings:

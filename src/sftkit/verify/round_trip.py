@@ -34,6 +34,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import print_text
 from sftkit.models import files
+from sftkit.models.float8 import products_in_bf16
 from sftkit.models.kind import kind_of
 from sftkit.models.load import from_config, full_model, load_options
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
@@ -292,10 +293,9 @@ class RoundTrip:
     rest."""
 
     def __init__(
-        self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rt: Runtime, *, fp8: bool, trusted: bool
+        self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rt: Runtime, *, trusted: bool
     ) -> None:
-        self._orig_model, self._tokenizer, self._rt = orig_model, tokenizer, rt
-        self._fp8, self._trusted = fp8, trusted
+        self._orig_model, self._tokenizer, self._rt, self._trusted = orig_model, tokenizer, rt, trusted
         self._step: int | None = None
         self._expected: Expected | None = None
         self._found: list[Check] = []
@@ -346,7 +346,7 @@ class RoundTrip:
         elif whole is not None:
             facts["class"] = whole.model_class.__name__
             facts["tied weights"] = sorted(map(whole.live_name, facts["tied weights"]))
-        limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
+        limit = limits(model.dtype, len(decoder_blocks(model))).logits
         return Expected(facts, ids, dtype, base, self._trusted, limit, logits)
 
     def expect(self, step: int) -> None:
@@ -355,7 +355,7 @@ class RoundTrip:
             return
         self._step = step
         ids = _prompt(self._tokenizer)[: min(PROBE_LENGTH, positions(self._orig_model) or PROBE_LENGTH) - ANSWERED]
-        with _first_member(self._orig_model):
+        with _first_member(self._orig_model), products_in_bf16(self._orig_model):
             for _ in range(ANSWERED):
                 ids.append(int(row_logits(self._orig_model, ids)[-1].argmax()))
             logits = row_logits(self._orig_model, ids)
