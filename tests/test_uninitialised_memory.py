@@ -37,6 +37,7 @@ from sftkit.ops.attention import attend, document_boundaries, kernel_order
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.low_rank import gated_product, gated_product_backward
 from sftkit.ops.nf4 import nf4_linear, quantize
+from sftkit.ops.short_convolution import convolved, convolved_backward
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
@@ -63,6 +64,9 @@ TESTED = {
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
     ("ops/recurrent.py", "_"): 7,
+    ("ops/short_convolution.py", "_"): 3,
+    ("ops/short_convolution_kernel.py", "backward"): 2,
+    ("ops/short_convolution_kernel.py", "forward"): 1,
     ("ops/tensors.py", "_"): 2,
     ("ops/tensors.py", "_all_gather"): 1,
     ("ops/tensors.py", "_reduce_scatter"): 1,
@@ -148,6 +152,18 @@ def test_a_gated_product_with_factors_reads_no_old_memory(device: str) -> None:
         sizes = [(130, 72), (130, 72), (130, 16), (8, 72), (8, 72), (8, 72), (130, 72), (130, 8)]
         *tensors, d_h, d_down = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
         return (*gated_product(*tensors, 0.5), *gated_product_backward(d_h, d_down, *tensors, 0.5))
+
+    same_when_planted(compute)
+
+
+@every_device
+def test_a_short_convolution_reads_no_old_memory(device: str) -> None:
+    def compute() -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(2, 70, 72), (2, 70, 72), (72, 4), (72,)]
+        grad, *tensors = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
+        starts = torch.arange(70, device=device).remainder(23).expand(2, -1).contiguous()
+        return convolved(*tensors, starts, True), *convolved_backward(grad, *tensors, starts, True)
 
     same_when_planted(compute)
 

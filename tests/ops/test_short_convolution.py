@@ -5,8 +5,9 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from sftkit.ops.short_convolution import short_convolution
+from sftkit.ops.short_convolution import convolved, convolved_backward, short_convolution
 
 CHANNELS = 6
 ACTIVATIONS = [None, "silu", "swish"]
@@ -119,6 +120,45 @@ def test_compiled_it_is_one_graph_with_the_same_values():
         sides.append([out, *torch.autograd.grad(out.square().sum(), variables)])
     for own, expected in zip(*sides, strict=True):
         torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_operators_keep_the_rules_of_operators(bias: bool):
+    conv, starts = convolution(4, bias), distances([5, 2, 6], [13])
+    x = torch.randn(2, 13, CHANNELS, requires_grad=True)
+    given = [None if t is None else t.detach().requires_grad_() for t in (conv.weight.squeeze(1), conv.bias)]
+    torch.library.opcheck(convolved, (x, *given, starts, True))
+    tensors = [None if t is None else t.detach() for t in (x, *given)]
+    torch.library.opcheck(convolved_backward, (torch.randn(2, 13, CHANNELS), *tensors, starts, True))
+
+
+def test_flops_are_those_of_a_convolution_of_torch():
+    conv, starts = convolution(4, False), distances([12])
+    x = torch.randn(1, 12, CHANNELS, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        ours(conv, x, "silu", starts).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 4 * 12 * CHANNELS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("kernel", "bias", "channels"), [(3, False, 200), (4, True, 136), (4, False, 1024)])
+def test_the_kernel_equals_the_operator_on_the_host_and_itself_bitwise(kernel, bias, channels, activation):
+    generator = torch.Generator().manual_seed(0)
+    starts = distances([130, 1, 2, 64, 65, 3], [200, 60])
+    x, grad = (torch.randn(2, 265, channels, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(channels, kernel, generator=generator).bfloat16()
+    given = [x, weight, torch.randn(channels, generator=generator).bfloat16() if bias else None, starts]
+    on_gpu = [None if t is None else t.cuda() for t in given]
+    silu = activation == "silu"
+
+    def results(grad: torch.Tensor, given: list) -> list[torch.Tensor]:
+        return [convolved(*given, silu).cpu(), *(t.cpu() for t in convolved_backward(grad, *given, silu))]
+
+    found, again, expected = results(grad.cuda(), on_gpu), results(grad.cuda(), on_gpu), results(grad, given)
+    for one, same, right, limit in zip(found, again, expected, (1e-3, 1e-3, 1e-5), strict=True):
+        assert torch.equal(one, same)
+        assert (one.double() - right.double()).norm() <= limit * right.double().norm()
 
 
 def test_an_unknown_activation_is_rejected_by_name():

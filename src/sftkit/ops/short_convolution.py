@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+KERNEL_TAPS = (3, 4)
+"Positions of a convolution that the kernel computes."
 SILU = {None: False, "silu": True, "swish": True}
 "By the name of the activation: whether it is SiLU."
 
@@ -38,7 +40,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation
 @torch.library.custom_op("sftkit::short_convolution", mutates_args=())
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, silu: bool) -> Tensor:  # noqa: FBT001
     """Compute `short_convolution` of a contiguous input."""
-    if _has_kernel(x):
+    if _has_kernel(x, weight):
         from sftkit.ops import short_convolution_kernel  # Triton is not installed on CPU machines
 
         return short_convolution_kernel.forward(x, weight, bias, starts, silu=silu)
@@ -63,7 +65,7 @@ def convolved_backward(
     """Return the gradients of `convolved` by x, and by the taps, from first to last, and bias: [K + 1, C], in fp32 or
     fp64. The sum before the activation is computed again: kept, it would be as large as the input.
     """
-    if _has_kernel(x):
+    if _has_kernel(x, weight):
         from sftkit.ops import short_convolution_kernel  # as above
 
         return short_convolution_kernel.backward(grad, x, weight, bias, starts, silu=silu)
@@ -92,8 +94,8 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return torch.empty_like(x), x.new_empty(taps + 1, width, dtype=exact)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and weight.shape[1] in KERNEL_TAPS
 
 
 def _sum(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_TAPS = 4
 FORWARD_TILES = {"ROWS": 64, "COLUMNS": 256, "UNROLL": 4, "num_warps": 1}
 BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 256, "UNROLL": 4, "num_warps": 2}
 "Rows and columns of a program, and rows that it reads before it waits for the first of them."
