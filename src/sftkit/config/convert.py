@@ -10,7 +10,7 @@ import yaml
 
 from sftkit.config import keys, load, terminal
 from sftkit.config.yaml import KeyPath, RecipeLoader, dotted, render_yaml
-from sftkit.errors import ConfigError, texts
+from sftkit.errors import ConfigError, hint, texts
 
 CONVERT_USAGE = """usage: sftkit convert FILE > recipe.yaml
        sftkit convert --keys
@@ -143,10 +143,7 @@ class _Conversion:
             if self.theirs.get("completion_only_loss") is False:
                 self.put("data.targets", "all", "completion_only_loss")
             elif not self.theirs.get("assistant_only_loss") and "completion_only_loss" not in self.theirs:
-                self.notes.append(
-                    "TRL learns every token of `messages` unless assistant_only_loss is set; sftkit learns answers: "
-                    "data.targets=all for the other"
-                )
+                self.notes.append(hint("targets of TRL"))
         if not self.adapter():
             return
         self.recipe.setdefault("adapter", {})

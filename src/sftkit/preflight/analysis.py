@@ -660,15 +660,10 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     memory = analysis["memory"]
     disk = analysis["disk"]
     if memory and memory["fits"] is False:
-        warnings.append(
-            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} "
-            f"GiB: it may run out of memory. {memory['advice']}"
-        )
+        warnings.append(hint("step above the memory", estimated=size_text(memory["estimated_gib"]), memory=memory))
     if disk["fits"] is False:
-        warnings.append(
-            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and "
-            f"{counted(disk['checkpoints'], 'checkpoint')} of {size_text(disk['checkpoint_gib'])} "
-            f"{'needs' if disk['checkpoints'] == 1 else 'need'} {size_text(disk['needed_gib'])}. Free some space, "
-            "choose another run.dir, or set checkpoint.every=null for the last one only"
-        )
+        sizes = {name: size_text(disk[f"{name}_gib"]) for name in ("free", "checkpoint", "needed")}
+        saves = f"{counted(disk['checkpoints'], 'checkpoint')} of {sizes['checkpoint']}"
+        need = "needs" if disk["checkpoints"] == 1 else "need"
+        warnings.append(hint("checkpoints above the disk", folder=disk["folder"], saves=saves, need=need, **sizes))
     return warnings

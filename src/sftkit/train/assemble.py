@@ -22,7 +22,7 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, config_error, hint
 from sftkit.models import files as model_files
 from sftkit.models import kind, load, structure, vocabulary
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
@@ -186,11 +186,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         rt.print(f"{what}{structure.count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
         rows = sum(map(len, adapters.tokens.values()))
-        rt.print(
-            f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
-            "export it with --merge (sftkit export), or train with the model's own template (model.chat_template=null)",
-            "warning",
-        )
+        rt.print(hint("rows in an adapter", rows=rows), "warning")
     elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
