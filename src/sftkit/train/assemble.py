@@ -214,9 +214,10 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
         check_fit(run.resume, recipe, cfg.train.resume_changes, identity, examples=examples)
 
     if cfg.adapters:
-        from sftkit.train.several import load_several
+        from sftkit.train.several import lay_out_several, load_several
 
-        batches, validation = load_several(cfg, tokenize, objective, run.resume, check_data)
+        several, validation = load_several(cfg, tokenize)
+        batches = lay_out_several(cfg, several, objective, run.resume, check_data)
     else:
         with run.rt.main_first():  # it may download
             compared = tasks.benchmarks(cfg.data, cfg.eval)
