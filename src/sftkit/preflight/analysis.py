@@ -636,10 +636,8 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     ways = {"truncated": ("truncated", "drop"), "partly_dropped": ("dropped in part", "truncate")}
     for key, (became, other) in ways.items():
         if 100.0 * source.get(key, 0) > TRUNCATED_PCT * rows:
-            found.append(
-                f"source {source['name']}: {source[key]:,} of {counted(source['rows'], 'row')} longer than "
-                f"data.max_length ({max_length}) and {became}. Raise data.max_length, or set data.too_long={other}"
-            )
+            words = {"name": source["name"], "number": source[key], "rows": counted(source["rows"], "row")}
+            found.append(hint("rows that are too long", **words, max_length=max_length, became=became, other=other))
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first "

@@ -19,7 +19,7 @@ import torch
 from sftkit.config.schema import NumericsConfig
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
-from sftkit.errors import NonFiniteError, SpikeError
+from sftkit.errors import NonFiniteError, SpikeError, hint
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
@@ -296,12 +296,9 @@ class Health:
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} skipped steps" if self._in_a_row > 1 else ""
-        text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
-            "was skipped. The documents of that step are in "
-            f"{skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at them, lower optim.lr, "
-            f"resume from the last checkpoint with train.resume=auto, or skip such steps with numerics.on_{kind}=skip"
-        )
+        file = skipped_documents_file(self._status.run_dir, kind, known.step, None)
+        found = {"step": known.step, "reason": reason, "skips": skips, "values": values, "norm": norm}
+        text = hint("numbers that end a run", **found, file=file, kind=kind)
         # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
         # status, so that the launcher reports the right one.
         nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
