@@ -375,11 +375,7 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
         RecompileError: with the guards that failed, or the graph breaks.
     """
     if breaks and on_recompile == "error":
-        raise RecompileError(
-            "the compiled model has graph breaks, so it is compiled in parts and slower than it could be:\n  "
-            + "\n  ".join(breaks)
-            + "\nFix the model's code, or train with the breaks: compile.on_recompile=warn"
-        )
+        raise RecompileError(hint("graph breaks", breaks="\n  ".join(breaks)))
     for reason in breaks:
         log.warning("graph break: %s", reason)
     stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")

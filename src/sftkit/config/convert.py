@@ -116,9 +116,7 @@ class _Conversion:
         accumulated = self.theirs["gradient_accumulation_steps"]
         self.put("train.micro_batch_size", rows, micro)
         self.put("train.global_batch_size", rows * accumulated, f"{micro}, gradient_accumulation_steps")
-        self.notes.append(
-            "train.global_batch_size is of all GPUs together; there it was of each: N GPUs took N times it"
-        )
+        self.notes.append(hint("batch of all GPUs"))
         packed = any(self.theirs.get(key) for key in ("packing", "sample_packing", "neat_packing"))
         self.put("data.layout", "packed" if packed else "bucketed")
         self.origins["data.layout"] = "as packing there" if packed else "a document a row, as without packing there"
@@ -165,9 +163,7 @@ class _Conversion:
             named = [part.strip() for part in layers.split(",")] if isinstance(layers, str) else list(layers)
             self.put("adapter.targets", named, name)
         else:
-            self.notes.append(
-                f"{self.trainer} leaves the layers of adapters to peft, often q_proj and v_proj; here: all"
-            )
+            self.notes.append(hint("layers of peft", trainer=self.trainer))
 
     def logging(self) -> None:
         """Take over dashboards."""
@@ -354,10 +350,8 @@ def _check_numbers(given: Theirs, text: str, path: Path) -> None:
         ours = our_key(str(name))
         is_number = name in _NUMBERS or (ours in COPIED and keys.key_table()[ours].kind.startswith(("int", "number")))
         if is_number and value and isinstance(value, str | list | dict):
-            problems.append(
-                f"{path}:{lines.get(name, 1)}: {name} must be a number, not {keys.shorten(value)}: write one, or leave "
-                "the key out"
-            )
+            place = f"{path}:{lines.get(name, 1)}: {name}"
+            problems.append(hint("word for a number", place=place, value=keys.shorten(value)))
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -618,9 +618,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:
-            advice = (
-                "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
-            )
+            advice = hint("least padding")
         if own["steps"] == 1:
             advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
         share = own["padding_pct"]

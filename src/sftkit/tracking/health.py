@@ -394,10 +394,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
             return f"{known}, but the sum of a rank's micro-batches is beyond fp32"
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
-        return (
-            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
-            "at fault, or a document whose gradient explodes"
-        )
+        return hint("gradient norm alone", which=which)
     places = "; ".join(losses_of_ranks[rank].where for rank in nonfinite)
     ranks = "ranks" if len(nonfinite) > 1 else "rank"
     return f"the loss of {ranks} {', '.join(map(str, nonfinite))} is not finite ({places})"
