@@ -33,9 +33,9 @@ from sftkit.compile.contract import (
     step_contract,
     warm_up,
 )
-from sftkit.compile.watch import LATE_CUDA_GRAPHS, CompileWatch, phase_seconds
+from sftkit.compile.watch import CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
-from sftkit.errors import ConfigError, RecompileError
+from sftkit.errors import ConfigError, RecompileError, hint
 
 AT_END = ExitStack()
 "What a test has set in the compiler, put back after it."
@@ -421,7 +421,7 @@ def test_a_cuda_graph_that_is_recorded_late_is_told_and_no_recompile(is_backward
     assert len(dynamo_utils.get_compilation_metrics()) == before + 1, "torch keeps a record of it"
     assert (watch.counts()["compile/cuda_graphs"], watch.counts()["compile/recompiles"]) == (2, 0)
     assert watch.recompile_kinds() == []
-    assert watch.late_cuda_graphs() == [LATE_CUDA_GRAPHS]
+    assert watch.late_cuda_graphs() == [hint("late CUDA graphs")]
 
 
 @pytest.mark.gpu
@@ -444,7 +444,7 @@ def test_each_row_length_of_a_dynamic_layout_has_a_cuda_graph_of_its_own_and_is_
         run_shape(2, row_length)
     assert watch.counts()["compile/cuda_graphs"] > recorded
     assert watch.counts()["compile/recompiles"] == 0
-    assert watch.late_cuda_graphs() == [LATE_CUDA_GRAPHS]
+    assert watch.late_cuda_graphs() == [hint("late CUDA graphs")]
 
 
 def test_the_seconds_of_the_phases_add_up_to_those_of_the_compiler() -> None:

@@ -288,9 +288,7 @@ def test_noise_around_a_limit_is_measured_on_documents_as_long_as_those_that_dif
 ) -> None:
     monkeypatch.setattr(documents, "REFUSED_FROM", 1e-3)
     lengths, measure = [], documents._roundings
-    monkeypatch.setattr(
-        documents, "_roundings", lambda p, e, d: (lengths.append(e.lengths.tolist()), measure(p, e, d))[1]
-    )
+    monkeypatch.setattr(documents, "_roundings", lambda p, e: (lengths.append(e.lengths.tolist()), measure(p, e))[1])
     torch.manual_seed(0)
     fields = {**COMMON, "num_hidden_layers": 8, "initializer_range": 0.2, "sliding_window": 40}
     orig_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **fields)).to(torch.bfloat16)

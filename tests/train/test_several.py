@@ -131,7 +131,8 @@ def run(cfg: Config, tokenizer: Any, resume: str | None = None) -> Path:
     loaded = LoadedModel(orig_model, tokenizer, 32)
     objective = NextToken(cfg.loss)
     if cfg.adapters:
-        batches, _ = several.load_several(cfg, RowTokenizer(None, tokenizer, 32), objective, found)  # type: ignore[arg-type]
+        of_each, _ = several.load_several(cfg, RowTokenizer(None, tokenizer, 32))  # type: ignore[arg-type]
+        batches = several.lay_out_several(cfg, of_each, objective, found)
     else:
         documents = assemble.EncodedDocuments(DATA[cfg.data.train[0].path], 32, tokenizer.pad_token_id or 0)
         batches = assemble.lay_out(cfg, rt, documents, objective, found)
@@ -398,7 +399,8 @@ def test_the_analysis_before_a_run_counts_all_adapters(tmp_path: Path, tokenizer
     cfg = recipe(tmp_path / "many", base, train=TrainConfig(max_steps=30, global_batch_size=8, micro_batch_size=8))
     cfg = replace(cfg, optim=replace(cfg.optim, lr=7e-4), adapters=(*FOUR[1:], NamedAdapter(name="plain")))
     tokenize = RowTokenizer(None, tokenizer, 32)  # type: ignore[arg-type]
-    batches, _ = several.load_several(cfg, tokenize, NextToken(cfg.loss))
+    of_each, _ = several.load_several(cfg, tokenize)
+    batches = several.lay_out_several(cfg, of_each, NextToken(cfg.loss))
     shell = meta_model(cfg.model, tokenizer, "bf16", (), cfg.adapter, cfg.adapters)
     assert shell is not None
     found = several.data_of_several(cfg, tokenize, shell)

@@ -163,10 +163,7 @@ class _IndexUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in INDEX_CLASSES:
             return super().find_class(module, name)
-        raise ConfigError(
-            f"names {module}.{name}, which is not part of an index of optimizer states: the checkpoint was tampered "
-            f"with"
-        )
+        raise config_error("class outside of an index", module=module, name=name)
 
 
 class SafeReader(dcp.FileSystemReader):

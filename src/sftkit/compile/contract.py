@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
 from sftkit.config.schema import CompileConfig, has_cuda_graphs
 from sftkit.data.batches.pack import Layout
-from sftkit.errors import ConfigError, RecompileError, config_error
+from sftkit.errors import ConfigError, RecompileError, config_error, hint
 from sftkit.models.structure import Work, called, decoder_blocks, embedding_module, train_flops
 from sftkit.models.trained import adapters_of
 from sftkit.runtime import hardware, start
@@ -131,11 +131,7 @@ def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | N
     """Return a warning if every row length would need separate CUDA graphs; None: no warning."""
     if not (dynamic_layout and has_cuda_graphs(compile)):
         return None
-    return (
-        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records new graphs for each row length during "
-        "training: steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or "
-        "a layout of fixed shapes"
-    )
+    return hint("recording of each row length")
 
 
 MAX_RECORDS = 100_000
@@ -379,11 +375,7 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
         RecompileError: with the guards that failed, or the graph breaks.
     """
     if breaks and on_recompile == "error":
-        raise RecompileError(
-            "the compiled model has graph breaks, so it is compiled in parts and slower than it could be:\n  "
-            + "\n  ".join(breaks)
-            + "\nFix the model's code, or train with the breaks: compile.on_recompile=warn"
-        )
+        raise RecompileError(hint("graph breaks", breaks="\n  ".join(breaks)))
     for reason in breaks:
         log.warning("graph break: %s", reason)
     stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
@@ -414,11 +406,7 @@ def _reject_backward(args: dynamo_callback.CallbackArgs) -> None:
 
 def _recompile_error(reason: str) -> RecompileError:
     """Build the error for a graph that the warm-up did not compile."""
-    return RecompileError(
-        f"a training step needs a graph that the warm-up did not compile: {reason}\n"
-        "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any "
-        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count)"
-    )
+    return RecompileError(hint("no graph of the warm-up", reason=reason))
 
 
 def warm_up(
@@ -499,14 +487,6 @@ private: no public function lists a module's hooks (pytorch/pytorch#2847 asks fo
 EVERY_MODULE = "every module"
 "In place of a module's name, for hooks that torch.nn.modules.module registers for all modules."
 _ROOT = "the model itself"
-COMPILED = (
-    "which the compiled code does not notice: add or remove hooks before the engine is built, or train with "
-    "compile.enabled=false"
-)
-UNCALLED = (
-    "does not run in a step, which never calls this module: it calls the decoder and reads the head's weight; hook the "
-    "final norm or a block"
-)
 OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
 """Packages whose own hooks on such modules are no fault: FSDP's hooks on head and model are for
 other passes than a step."""
@@ -530,13 +510,13 @@ class HookWatch:
         now = _hooks(self._model)
         inside = self._inside() if now != self._hooks else set()
         changed = {
-            f"{module}: {kind} {'added' if (module, kind, number) in now else 'removed'} after the warm-up, {COMPILED}"
-            for module, kind, number in now ^ self._hooks
-            if module in inside
+            hint("hook of compiled code", module=hook[0], kind=hook[1], change="added" if hook in now else "removed")
+            for hook in now ^ self._hooks
+            if hook[0] in inside
         }
         runs = {module for part in called(self._model) for module in part.modules()}
         uncalled = {
-            f"{name or _ROOT}: {kind} {UNCALLED}"
+            hint("hook that no step runs", module=name or _ROOT, kind=kind)
             for name, module in self._model.named_modules()
             for field, kind in _KINDS.items()
             if module not in runs and not all(map(_of_library, getattr(module, field).values()))

@@ -22,6 +22,7 @@ import torch
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
 
+from sftkit.errors import hint
 from sftkit.runtime.start import Runtime
 
 
@@ -76,10 +77,6 @@ NESTED = {
     "kernels": "triton_compile_time_us",
 }
 "Phase of a compile -> torch's field of its time, in microseconds, which includes all later phases."
-LATE_CUDA_GRAPHS = (
-    "CUDA graphs are recorded after the warm-up, which stops a step for as long and keeps memory: with row lengths "
-    "that vary, each has its own in every compiled part. compile.mode=default and max-autotune-no-cudagraphs use none"
-)
 BACKWARD = "backward_cumulative_compile_time_us"
 "Field of the time of all phases of a backward graph that is compiled at its first run, in microseconds."
 
@@ -130,7 +127,7 @@ class CompileWatch:
 
     def late_cuda_graphs(self) -> list[str]:
         """Return a message if CUDA graphs were recorded after the warm-up."""
-        return [LATE_CUDA_GRAPHS] if self.cuda_graphs > self._warm_cuda_graphs else []
+        return [hint("late CUDA graphs")] if self.cuda_graphs > self._warm_cuda_graphs else []
 
     def _records(self) -> list[dynamo_utils.CompilationMetrics]:
         """Return torch's records of compiles since the construction, without those of kernels tried out and CUDA graphs

@@ -10,7 +10,7 @@ import yaml
 
 from sftkit.config import keys, load, terminal
 from sftkit.config.yaml import KeyPath, RecipeLoader, dotted, render_yaml
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint, texts
 
 CONVERT_USAGE = """usage: sftkit convert FILE > recipe.yaml
        sftkit convert --keys
@@ -21,119 +21,21 @@ and ours (docs/coming_from.md)."""
 Theirs = Mapping[str, Any]
 Named = tuple[str, Any]
 
-# What a file that leaves a key out gets there, where sftkit's default is another: of TRL 1.10, Axolotl 0.18 and
-# LLaMA-Factory 0.9.6, over transformers 5.
-_HUGGING_FACE = {
-    "lr_scheduler_type": "linear",
-    "warmup_ratio": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_train_epochs": 3.0,
-    "save_steps": 500,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "TRL": _HUGGING_FACE
-    | {"learning_rate": 2e-5, "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-    "LLaMA-Factory": _HUGGING_FACE
-    | {"learning_rate": 5e-5, "cutoff_len": 2048, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"},
-    "Axolotl": {
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "micro_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "num_epochs": 1.0,
-        "sequence_len": 512,
-    },
-}
-_MARKS = {
-    "Axolotl": {"base_model", "sequence_len", "micro_batch_size"},
-    "LLaMA-Factory": {"finetuning_type", "cutoff_len", "template", "dataset_dir", "dataset"},
-    "TRL": {"model_name_or_path", "dataset_name", "use_peft", "dataset_train_split", "max_length"},
-}
-"Keys that only its files have; the first trainer with one of them counts."
-COPIED = {
-    *("optim.lr", "optim.eps", "optim.weight_decay", "optim.max_grad_norm", "optim.warmup_ratio", "optim.min_lr_ratio"),
-    *("model.path", "model.revision", "model.tokenizer", "model.trust_remote_code", "data.max_length", "data.num_proc"),
-    *("data.num_workers", "adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.lr_ratio_b", "run.dir"),
-    *("run.seed", "train.neftune_alpha", "loss.label_smoothing", "loss.router_aux_loss_coef", "checkpoint.every"),
-    *("checkpoint.keep", "log.every", "log.project", "eval.every"),
-}
+_TABLES: Any = texts("config/convert.yaml")
+DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
+"Trainer -> what a file that leaves a key out gets there, where sftkit's default is another."
+COPIED: list[str] = _TABLES["copied"]
 "Our settings that take their values as they are."
-VALUES: dict[str, dict[Any, Any]] = {
-    "optim.schedule": {
-        **{name: name for name in ("cosine", "linear", "constant")},
-        "constant_with_warmup": "constant",
-        "cosine_with_min_lr": "cosine",
-        "warmup_stable_decay": "wsd",
-    },
-    "optim.name": {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw_32bit"), "adamw"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw8bit"),
-        "muon": "muon",
-    },
-    "adapter.scaling": {True: "rslora"},
-    "adapter.method": {True: "dora"},
-    "adapter.base": {True: "nf4", 4: "nf4", "nf4": "nf4"},
-    "train.memory": {True: "balanced", "offload": "low", "unsloth": "balanced"},
-    "train.precision": {True: "bf16", "bf16": "bf16", "bfloat16": "bf16", "float32": "fp32"},
-    "loss.dft": {True: True, "dft": True},
-    "model.chat_template": {"chatml": "chatml"},
-}
+VALUES: dict[str, dict[Any, Any]] = _TABLES["values"]
 "Our settings -> their value -> ours."
-REASONS = {
-    "attention.backend": "attention.backend=auto takes the fastest kernel",
-    "model.chat_template": "the template of the model's tokenizer is taken; model.chat_template names another",
-    "adapter": "frozen weights are bf16 or nf4: adapter.base",
-    "train.resume": "the same command with train.resume=auto resumes",
-}
+REASONS: dict[str, str] = _TABLES["reasons"]
 "Our settings -> why a value that is not known was not taken over."
-_SWITCHED_BY = ("adapter", "finetuning_type", "use_peft", "stage", "do_train", "packing", "sample_packing")
-_SILENT = {
-    *("datasets", "dataset", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
-    *("dataset_dir", "max_samples", "eval_dataset", "test_datasets", "pretraining_dataset", "eval_strategy"),
-    *("evaluation_strategy", "save_strategy", "per_device_train_batch_size", "micro_batch_size", "neat_packing"),
-    *("gradient_accumulation_steps", "num_train_epochs", "num_epochs", "max_steps", "warmup_steps", "adam_beta1"),
-    *("adam_beta2", "report_to", "use_tensorboard", "wandb_project", "train_on_inputs", "train_on_prompt"),
-    *("mask_history", "assistant_only_loss", "completion_only_loss", "lora_target", "lora_target_modules"),
-    *("lora_target_linear", "val_set_size", "val_size", "test_split_size", "eval_sample_packing", "eval_packing"),
-    *_SWITCHED_BY,
-}
-"Keys that `_Conversion` reads together, or that say nothing beyond what it reads."
-_NUMBERS = {
-    *("max_steps", "num_train_epochs", "num_epochs", "warmup_steps", "adam_beta1", "adam_beta2", "max_samples"),
-    *("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("val_set_size", "val_size", "test_split_size"),
-}
-"Keys that `_Conversion` computes with."
-_STANDARD = {"role": ("role", "from"), "content": ("content", "value")}
-"Part of a message -> its keys that rows may have."
-_COLUMNS = {
-    **{name: name for name in ("messages", "system", "tools", "history")},
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-}
-"Columns in LLaMA-Factory's dataset_info.json -> ours."
-_TAGS = {
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "system_tag": "system",
-    "observation_tag": "tool",
-    "function_tag": "tool_call",
-}
-"Tags in LLaMA-Factory's dataset_info.json -> our roles."
-_FIELDS = {
-    "field": "text",
-    "field_messages": "messages",
-    "field_tools": "tools",
-    "field_system": "system",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-}
-"Keys of Axolotl for a data set, also inside its `type` -> our columns."
+_SILENT = {*_TABLES["silent"].split()}
+_NUMBERS = {*_TABLES["numbers"].split()}
+_STANDARD = _TABLES["standard"]
+_COLUMNS = _TABLES["columns"]
+_TAGS = _TABLES["tags"]
+_FIELDS = _TABLES["fields"]
 
 
 class _Conversion:
@@ -214,9 +116,7 @@ class _Conversion:
         accumulated = self.theirs["gradient_accumulation_steps"]
         self.put("train.micro_batch_size", rows, micro)
         self.put("train.global_batch_size", rows * accumulated, f"{micro}, gradient_accumulation_steps")
-        self.notes.append(
-            "train.global_batch_size is of all GPUs together; there it was of each: N GPUs took N times it"
-        )
+        self.notes.append(hint("batch of all GPUs"))
         packed = any(self.theirs.get(key) for key in ("packing", "sample_packing", "neat_packing"))
         self.put("data.layout", "packed" if packed else "bucketed")
         self.origins["data.layout"] = "as packing there" if packed else "a document a row, as without packing there"
@@ -241,10 +141,7 @@ class _Conversion:
             if self.theirs.get("completion_only_loss") is False:
                 self.put("data.targets", "all", "completion_only_loss")
             elif not self.theirs.get("assistant_only_loss") and "completion_only_loss" not in self.theirs:
-                self.notes.append(
-                    "TRL learns every token of `messages` unless assistant_only_loss is set; sftkit learns answers: "
-                    "data.targets=all for the other"
-                )
+                self.notes.append(hint("targets of TRL"))
         if not self.adapter():
             return
         self.recipe.setdefault("adapter", {})
@@ -266,9 +163,7 @@ class _Conversion:
             named = [part.strip() for part in layers.split(",")] if isinstance(layers, str) else list(layers)
             self.put("adapter.targets", named, name)
         else:
-            self.notes.append(
-                f"{self.trainer} leaves the layers of adapters to peft, often q_proj and v_proj; here: all"
-            )
+            self.notes.append(hint("layers of peft", trainer=self.trainer))
 
     def logging(self) -> None:
         """Take over dashboards."""
@@ -412,7 +307,7 @@ def converted(path: Path) -> str:
         raise ConfigError(f"{path}: {what}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: no mapping of keys")
-    trainer = next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    trainer = next((name for name, marks in _TABLES["marks"].items() if given.keys() & {*marks}), None)
     if trainer is None:
         own = ": it is a recipe of sftkit" if {"extends", "run", "data"} & given.keys() else ""
         raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}{own}\n\n{CONVERT_USAGE}")
@@ -455,10 +350,8 @@ def _check_numbers(given: Theirs, text: str, path: Path) -> None:
         ours = our_key(str(name))
         is_number = name in _NUMBERS or (ours in COPIED and keys.key_table()[ours].kind.startswith(("int", "number")))
         if is_number and value and isinstance(value, str | list | dict):
-            problems.append(
-                f"{path}:{lines.get(name, 1)}: {name} must be a number, not {keys.shorten(value)}: write one, or leave "
-                "the key out"
-            )
+            place = f"{path}:{lines.get(name, 1)}: {name}"
+            problems.append(hint("word for a number", place=place, value=keys.shorten(value)))
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -16,7 +16,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import AdapterStep, StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.step import TrainStep, gradients
-from sftkit.errors import NonFiniteError
+from sftkit.errors import NonFiniteError, hint
 from sftkit.objectives.objective import LOSS, Objective, Sums, Totals
 from sftkit.ops.linear_cross_entropy import Head
 from sftkit.optim.protocol import clip_coefficient, learning_rate, parameters_of, squared_norm
@@ -141,10 +141,7 @@ class Member:
             values |= {"train/lr": self.rate, "train/grad_norm": norm if math.isfinite(norm) else None}
         event = f"adapter {self.name}: {total:.0f} steps skipped so far, not finite or with a spike" if total else ""
         if ended:
-            event = (
-                f"adapter {self.name}: no updates from step {ended:.0f} on, whose loss or gradient norm is not finite "
-                "or a spike (numerics); it keeps the weights before that step, the others train on"
-            )
+            event = hint("adapter without updates", name=self.name, step=ended)
         return {f"{key}/{self.name}": value for key, value in values.items()}, event, not ended
 
     def counts(self) -> dict[str, Any]:

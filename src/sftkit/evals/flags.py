@@ -94,9 +94,8 @@ def check_arguments(args: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     # The first word is the model: a task alone would be looked for on the hub, and the error would not name the cause.
     if args.path in EVAL_TASKS and not Path(args.path).exists():
-        raise ConfigError(
-            f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
-        )
+        right = invocation("scripts/evaluate.py", "PATH", args.path)
+        raise config_error("task for a model", task=args.path, right=right)
     args.path = args.path or newest_run()
     args.val = tuple(map(as_source, args.val))
     if not args.tasks and not args.val and (own := own_evaluation(args.path)) is not None:

@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 
 from sftkit.config.tables import PASSES, Pass
 from sftkit.data.batches.collate import Batch
-from sftkit.errors import RecompileError
+from sftkit.errors import RecompileError, hint
 from sftkit.graph import compat, graphs, sharding
 from sftkit.graph.passes import once, regions
 from sftkit.objectives.objective import ModelWithLoss, Sums
@@ -460,11 +460,7 @@ class CapturedModel(torch.nn.Module):
             return self.model(batch, self._eager)
         reason = self._reason(batch)
         if self._on_other == "error":
-            raise RecompileError(
-                f"a training step needs a graph that the warm-up did not capture: {reason}\n"
-                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If "
-                "this step is as it should be, train on with compile.on_recompile=warn (capture it and count)"
-            )
+            raise RecompileError(hint("no captured graph", reason=reason))
         # Each rank for itself: a capture runs no collective, so ranks that have the graph only wait for this one.
         self.late.append(reason)
         log.warning("capturing a graph inside training: %s", reason)

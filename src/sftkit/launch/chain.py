@@ -14,7 +14,7 @@ import yaml
 from sftkit.config import commands, load, schema, tables
 from sftkit.config.rules import run_can_be_written
 from sftkit.config.yaml import RecipeLoader
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.files import auto_class_in
 from sftkit.preflight.inputs import input_rules
 from sftkit.rundir.files import current_provenance, digest, read_object, read_provenance, verify, weights_changed
@@ -79,17 +79,13 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, schema.Conf
     if not folder.is_dir() and not Path(commands.shipped(str(folder))).is_dir():
         # A folder counts as complete by its first stage: examples for the message, no check.
         complete = [recipe.parent for recipe in map(Path, commands.shipped_recipes()) if recipe.stem == tables.CHAIN[0]]
-        raise ConfigError(
-            f"{folder}: no such folder{commands.similar_paths(str(folder)) or '.'} The chain takes one with "
-            f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
-        )
+        words = {"meant": commands.similar_paths(str(folder)) or ".", "such": ", ".join(map(str, complete))}
+        names = ", ".join(f"{stage}.yaml" for stage in CHAIN_SCRIPTS)
+        raise config_error("no folder of a chain", folder=folder, names=names, **words)
     # If stages shared a directory, each would set aside the run before it, and start from an earlier chain's.
     if word := next((word for word in overrides if word.startswith("run.dir=")), None):
         files = ", ".join(str(folder / f"{stage}.yaml") for stage in CHAIN_SCRIPTS)
-        raise ConfigError(
-            f"{word}: each stage of a chain has a directory of its own: set run.dir in each of {files}, or in recipes "
-            "that extend them, and model.path to the run of the stage before"
-        )
+        raise config_error("one directory for a chain", word=word, files=files)
     recipes: dict[str, schema.Config] = {}
     problems: list[str] = []
     for stage in CHAIN_SCRIPTS:

@@ -22,7 +22,7 @@ import psutil
 from sftkit.config import commands, load, schema, tables, terminal
 from sftkit.config.rules import run_can_be_written
 from sftkit.config.topology import Topology, topology_of
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.launch import chain, layouts
 from sftkit.memory.estimate import USABLE
 from sftkit.models.files import GIB, Replica, replica_of
@@ -197,10 +197,7 @@ def choose(
     if (stages or 1) > max(hardware.gpus, 1):
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
         start = commands.typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
-        raise ConfigError(
-            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: "
-            f"ACCELERATE_USE_CPU=true {start} --num_processes {stages} SCRIPT RECIPE ..."
-        )
+        raise config_error("more stages than GPUs", stages=stages, found=found, start=start)
     if hardware.gpus == 0:
         name = "cpu.yaml"
         processes = 1
@@ -248,11 +245,8 @@ def _sharding_reason(hardware: Hardware, processes: int, needs: Needs) -> str | 
             return "beside a replica its rows do not fit a GPU (docs/parallelism.md)"
         return None
     if replica.held_bytes > processes * memory:
-        raise ConfigError(
-            f"{replica.describe()}, {replica.held_bytes / GIB:.0f} GiB of it without any rows, and {processes} "
-            f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even sharded: take at least "
-            f"{-(-replica.held_bytes // memory)} of them, a smaller model, or optim.name auto where another is set"
-        )
+        words = {"gpus": counted(processes, "GPU"), "each": memory / GIB, "needed": -(-replica.held_bytes // memory)}
+        raise config_error("no room even in shards", replica=replica.describe(), held=replica.held_bytes / GIB, **words)
     return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
 
 

@@ -18,7 +18,7 @@ from sftkit.config.schema import CompileConfig, DataConfig, OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, largest_divisor
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, EstimateInputs, estimate, gib
 from sftkit.memory.plan import MemoryPlan, automatic_optimizer, fits, is_installed, smaller_optimizers
 
@@ -241,10 +241,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], 
         advice = "Largest savings (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
         advice += f"\n{_on_resume(best, plan, optim)}"
     elif plan.estimate is None:
-        advice = (
-            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start from scratch with "
-            f"train.memory=low or optim.name={FALLBACK}"
-        )
+        advice = hint("out of memory by unknown sizes", fallback=FALLBACK)
     else:
         advice = "Every setting that saves memory is in use: choose a smaller model or a larger GPU"
     return ConfigError(", ".join(lines) + ". " + advice)

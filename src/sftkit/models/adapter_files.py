@@ -250,9 +250,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         cure = f"Start in the folder where the training was started (here: {Path.cwd()}), or move the model back there"
         if Path(base).is_absolute():
             cure = "Move the model back there, or write its new folder into that file"
-        raise ConfigError(
-            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there. {cure}"
-        ) from error
+        raise config_error("no model under the adapter", path=path, base=base, cure=cure) from error
     if nested:
         cure = f"{invocation('scripts/export.py', base, '--merge', '--out', 'DIR')}, and name DIR there"
         raise ConfigError(f"{path}: base_model_name_or_path: {base} is an adapter itself: merge that one: {cure}")
@@ -334,14 +332,10 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
         )
         ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
         if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
-            raise ConfigError(
-                f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {model_files.COPY_AGAIN}"
-            )
+            raise config_error("other rows of an adapter", file=file, key=key, given=given)
         found[name] = ids
     if not found:
-        raise ConfigError(
-            f"{file}: the rows of trainable_token_indices={given!r} are not in it. {model_files.COPY_AGAIN}"
-        )
+        raise config_error("no rows of an adapter", file=file, given=given)
     return found
 
 

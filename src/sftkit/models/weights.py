@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     # If the files lack a name, all weights take the slow path: a converted weight may need several of them.
     others = [name for name in wanted if name not in (quantized or files)]
     if others:
-        _load_full(orig_model, wanted, others, folder, fill_one)
+        for name, whole in _load_full(orig_model, wanted.keys(), others, folder).items():
+            fill_one(wanted[name], whole)
         return
     # By file, so that each is opened once; a quantized weight opens the files that hold its parts.
     places = {name: folder if quantized is not None else files[name][1] for name in wanted}
@@ -170,14 +171,8 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
                 fill_one(tensor, source)
 
 
-def _load_full(
-    orig_model: PreTrainedModel,
-    wanted: dict[str, Tensor],
-    others: list[str],
-    folder: Path,
-    fill_one: Callable[[Tensor, Any], None],
-) -> None:
-    """Fill all tensors of `wanted` from a whole model on the host; `others` holds names that are in no file."""
+def _load_full(orig_model: PreTrainedModel, wanted: Set[str], others: list[str], folder: Path) -> dict[str, Tensor]:
+    """Return the weights of all `wanted` names of a whole model on the host; `others` holds names in no file."""
     # The original class: FSDP's class in front of it cannot load.
     plain: Any = structure.plain_class(orig_model)
     found_type = model_files.json_object(folder / "config.json").get("model_type")
@@ -192,11 +187,10 @@ def _load_full(
     # The config could not express that these weights are untied (models.load.differing_ties), and names
     # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
-    if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
+    if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted:
         raise config_error("tied weights differ", folder=folder, lost=first_of(sorted(lost)))
     # Weights that transformers would leave at random values are an error here.
     saved = whole.state_dict()
-    missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
+    missing = loading_info["missing_keys"] | (wanted - saved.keys())
     load.check_complete(folder, plain, missing, loading_info["mismatched_keys"])
-    for name, tensor in wanted.items():
-        fill_one(tensor, saved[name])
+    return {name: saved[name] for name in wanted}

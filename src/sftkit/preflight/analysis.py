@@ -618,9 +618,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:
-            advice = (
-                "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
-            )
+            advice = hint("least padding")
         if own["steps"] == 1:
             advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
         share = own["padding_pct"]
@@ -636,10 +634,8 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     ways = {"truncated": ("truncated", "drop"), "partly_dropped": ("dropped in part", "truncate")}
     for key, (became, other) in ways.items():
         if 100.0 * source.get(key, 0) > TRUNCATED_PCT * rows:
-            found.append(
-                f"source {source['name']}: {source[key]:,} of {counted(source['rows'], 'row')} longer than "
-                f"data.max_length ({max_length}) and {became}. Raise data.max_length, or set data.too_long={other}"
-            )
+            words = {"name": source["name"], "number": source[key], "rows": counted(source["rows"], "row")}
+            found.append(hint("rows that are too long", **words, max_length=max_length, became=became, other=other))
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first "
@@ -660,15 +656,10 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     memory = analysis["memory"]
     disk = analysis["disk"]
     if memory and memory["fits"] is False:
-        warnings.append(
-            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} "
-            f"GiB: it may run out of memory. {memory['advice']}"
-        )
+        warnings.append(hint("step above the memory", estimated=size_text(memory["estimated_gib"]), memory=memory))
     if disk["fits"] is False:
-        warnings.append(
-            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and "
-            f"{counted(disk['checkpoints'], 'checkpoint')} of {size_text(disk['checkpoint_gib'])} "
-            f"{'needs' if disk['checkpoints'] == 1 else 'need'} {size_text(disk['needed_gib'])}. Free some space, "
-            "choose another run.dir, or set checkpoint.every=null for the last one only"
-        )
+        sizes = {name: size_text(disk[f"{name}_gib"]) for name in ("free", "checkpoint", "needed")}
+        saves = f"{counted(disk['checkpoints'], 'checkpoint')} of {sizes['checkpoint']}"
+        need = "needs" if disk["checkpoints"] == 1 else "need"
+        warnings.append(hint("checkpoints above the disk", folder=disk["folder"], saves=saves, need=need, **sizes))
     return warnings

@@ -17,7 +17,7 @@ from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.topology import Topology, topology_of
-from sftkit.errors import ConfigError, texts
+from sftkit.errors import ConfigError, hint, texts
 from sftkit.preflight.inputs import checks_of_stage, launch_rules
 
 
@@ -85,11 +85,7 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
 def _named(get: Get, asked: str | None) -> Iterator[Problem]:
     if asked is None and get("run.stage") is None:
         stages = ", ".join(f"{stage} ({script})" for stage, script in STAGE_SCRIPTS.items())
-        yield (
-            "run.stage",
-            f"not set, so it is not known which script will learn what: {stages}. Write stage: sft under run: in the "
-            "recipe, or give --stage sft",
-        )
+        yield "run.stage", hint("no stage", stages=stages)
 
 
 def _of_stage(get: Get, rule: Rule, stage: str, asked: str | None) -> Iterator[Problem]:

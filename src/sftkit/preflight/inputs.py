@@ -289,12 +289,10 @@ def _check_columns(paths: Mapping[str, str], raws: Iterable[RawRow], *, whole: b
     for name, path in absent.items() if there else ():
         near = difflib.get_close_matches(path, there, n=3)
         if whole or near or columns.is_recognised(name):
-            meant = f'Did you mean "{near[0]}"? ' if near else ""
-            raise DataError(
-                f"columns.{name}: there is no column {path} in {'its' if whole else 'the first'} "
-                f"{counted(number, 'row')}, only {first_of(list(dict.fromkeys([*near, *there])), 12)} (the first: "
-                f"{first}). {meant}Name one of these, or remove columns.{name}"
-            )
+            words = {"seen": f"{'its' if whole else 'the first'} {counted(number, 'row')}", "first": first}
+            words["known"] = first_of(list(dict.fromkeys([*near, *there])), 12)
+            words["meant"] = f'Did you mean "{near[0]}"? ' if near else ""
+            raise DataError(hint("no such column", name=name, path=path, **words))
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -340,10 +340,7 @@ def _misplaced(folder: Path, name: str) -> str | None:
 def _what_to_do(folder: Path) -> str:
     others = [step for step in names.step_dirs(folder.parent) if step.name != folder.name]
     other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
-    return (
-        f"The disk or a copy has damaged it, or somebody changed it: {other}copy it again from where it is whole. If "
-        f"the change is meant, remove {folder / names.MANIFEST}"
-    )
+    return hint("damaged checkpoint", other=other, manifest=folder / names.MANIFEST)
 
 
 # ---- hashes that were computed before --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from sftkit.config.commands import first_run, similar_paths
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 # ---- the run itself: runtime, train, preflight, compile and reports --------------------------------------------------
 
@@ -231,11 +231,8 @@ def resolve(path: str) -> str:
         raise ConfigError(problem)
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
         meant = similar_paths(path)
-        hint = (
-            f"{'' if meant else '.'} A run has not been made there yet: train the recipe whose run.dir is {path} "
-            "first, or name another model (in a recipe: model.path)"
-        )
-        raise ConfigError(f"{path}: no such folder{meant}{hint if path.startswith('runs/') else ''}")
+        unmade = f"{'' if meant else '.'} {hint('run not made yet', path=path)}" if path.startswith("runs/") else ""
+        raise ConfigError(f"{path}: no such folder{meant}{unmade}")
     return path
 
 

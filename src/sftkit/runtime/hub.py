@@ -167,7 +167,4 @@ def find_model(path: str, revision: str | None = None) -> str:
 
 def download_help(path: str) -> str:
     """Return how to bring a model of the hub to a machine that cannot reach it."""
-    return (
-        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in "
-        f"the place of {path}"
-    )
+    return hint("model of the hub elsewhere", path=path)

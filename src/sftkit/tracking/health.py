@@ -19,7 +19,7 @@ import torch
 from sftkit.config.schema import NumericsConfig
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
-from sftkit.errors import NonFiniteError, SpikeError
+from sftkit.errors import NonFiniteError, SpikeError, hint
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
@@ -296,12 +296,9 @@ class Health:
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} skipped steps" if self._in_a_row > 1 else ""
-        text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
-            "was skipped. The documents of that step are in "
-            f"{skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at them, lower optim.lr, "
-            f"resume from the last checkpoint with train.resume=auto, or skip such steps with numerics.on_{kind}=skip"
-        )
+        file = skipped_documents_file(self._status.run_dir, kind, known.step, None)
+        found = {"step": known.step, "reason": reason, "skips": skips, "values": values, "norm": norm}
+        text = hint("numbers that end a run", **found, file=file, kind=kind)
         # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
         # status, so that the launcher reports the right one.
         nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
@@ -397,10 +394,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
             return f"{known}, but the sum of a rank's micro-batches is beyond fp32"
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
-        return (
-            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
-            "at fault, or a document whose gradient explodes"
-        )
+        return hint("gradient norm alone", which=which)
     places = "; ".join(losses_of_ranks[rank].where for rank in nonfinite)
     ranks = "ranks" if len(nonfinite) > 1 else "rank"
     return f"the loss of {ranks} {', '.join(map(str, nonfinite))} is not finite ({places})"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
-from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
+from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError, hint
 from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_rows_after, read_metric_rows, read_results
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
 from sftkit.rundir.status import first_line
@@ -151,11 +151,7 @@ class Tracker:
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
         self._starved_lines = self._starved_lines + 1 if starved else 0
         if self._starved_lines == STARVED_LINES:
-            text = (
-                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
-                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk"
-            )
-            self.event("starvation", step, text)
+            self.event("starvation", step, hint("waiting for data", wait=wait, most=STARVED_PCT, lines=STARVED_LINES))
 
     def log_evals(
         self,

@@ -22,7 +22,7 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, config_error, hint
 from sftkit.models import files as model_files
 from sftkit.models import kind, load, structure, vocabulary
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
@@ -186,11 +186,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         rt.print(f"{what}{structure.count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
         rows = sum(map(len, adapters.tokens.values()))
-        rt.print(
-            f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
-            "export it with --merge (sftkit export), or train with the model's own template (model.chat_template=null)",
-            "warning",
-        )
+        rt.print(hint("rows in an adapter", rows=rows), "warning")
     elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
@@ -218,9 +214,10 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
         check_fit(run.resume, recipe, cfg.train.resume_changes, identity, examples=examples)
 
     if cfg.adapters:
-        from sftkit.train.several import load_several
+        from sftkit.train.several import lay_out_several, load_several
 
-        batches, validation = load_several(cfg, tokenize, objective, run.resume, check_data)
+        several, validation = load_several(cfg, tokenize)
+        batches = lay_out_several(cfg, several, objective, run.resume, check_data)
     else:
         with run.rt.main_first():  # it may download
             compared = tasks.benchmarks(cfg.data, cfg.eval)

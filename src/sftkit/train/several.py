@@ -21,17 +21,11 @@ from sftkit.preflight.analysis import adapter_facts
 from sftkit.train.parts import EncodedDocuments
 
 
-def load_several(
-    cfg: Config,
-    tokenize: RowTokenizer,
-    objective: Objective,
-    resume: ResumeCheckpoint = NO_CHECKPOINT,
-    check_data: Callable[[Examples, pack.Layout], None] = lambda *_: None,
-) -> tuple[Batches, dict[str, Examples]]:
-    """Load the documents of all adapters, those that several share once; return batches and validation documents.
+def load_several(cfg: Config, tokenize: RowTokenizer) -> tuple[list[EncodedDocuments], dict[str, Examples]]:
+    """Load the documents of each adapter, those that several share once, and the validation documents.
 
     Raises:
-        ConfigError, DataError: the sources or the layout are invalid.
+        ConfigError, DataError: the sources are invalid.
     """
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     compared = tasks.benchmarks(cfg.data, cfg.eval)
@@ -42,8 +36,7 @@ def load_several(
             found[repr(one.train)], held_out = load_examples(one, tokenize, benchmarks=compared)
             validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
-    documents = [EncodedDocuments(found[repr(one.train)], tokenize.max_length, pad_id) for one in data]
-    return lay_out_several(cfg, documents, objective, resume, check_data), validation
+    return [EncodedDocuments(found[repr(one.train)], tokenize.max_length, pad_id) for one in data], validation
 
 
 def lay_out_several(
@@ -57,6 +50,9 @@ def lay_out_several(
 
     Args:
         documents: of each adapter; several may have the same. check_data: see `assemble.lay_out`.
+
+    Raises:
+        ConfigError, DataError: the layout is invalid.
     """
     entries = cfg.adapters or ()
     # The rows of a step are the same in micro-batches of any size.
@@ -90,7 +86,8 @@ def lay_out_several(
 def data_of_several(cfg: Config, tokenize: RowTokenizer, orig_model: PreTrainedModel | None) -> dict[str, Any]:
     """Return what preflight.analysis.analyse asks of the data of several adapters; see its data_of."""
     with without_logging():
-        batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
+        documents, validation = load_several(cfg, tokenize)
+        batches = lay_out_several(cfg, documents, NextToken(cfg.loss))
     adapters = adapter_facts(cfg, batches, orig_model)
     data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.first_epoch()[0]}
     return {**data, "validation": validation, "adapters": adapters}

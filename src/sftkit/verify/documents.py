@@ -157,6 +157,7 @@ def check_documents(
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
     plain = plain or PlainModel(model, device)
+    forward = forward or model
     backend = "reference" if backend == "sdpa" else backend
     try:
         with (
@@ -169,16 +170,19 @@ def check_documents(
             with short_windows(orig_model), short_windows(plain.orig_model):
                 length = _ROW_LENGTH if layout is None else layout.max_length
                 tree = layout is not None and layout.kind == "tree"
-                found = _compare(model, forward or model, plain, backend, device, length, tree=tree)
+                found = _compare(model, forward, plain, backend, length, tree=tree)
             if layout is not None:
-                found = _at_limits(model, forward or model, plain, backend, device, layout, found, limit)
+                found = _at_limits(model, forward, plain, backend, layout, found, limit)
                 if layout.packs and not orig_model.config.is_encoder_decoder:
                     with _rotary_state_kept(orig_model):
-                        found = _among_neighbours(model, forward or model, backend, device, layout, found)
+                        leak, changed = _among_neighbours(model, forward, backend, device, layout)
+                    # np.maximum and np.minimum keep NaN
+                    found = replace(found, leak=float(np.maximum(found.leak, leak)))
+                    found = replace(found, changed=float(np.minimum(found.changed, changed)))
             if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
-                    moved, changed = _roundings(plain, _two_documents(model, length), device)
-                found = replace(found, roundings=moved, experts_rounded=max(changed, found.experts_rounded))
+                    moved, others = _roundings(plain, _two_documents(model, length))
+                found = replace(found, roundings=moved, experts_rounded=max(others, found.experts_rounded))
     # Errors of a model called with unknown arguments; running out of memory says nothing about the model.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -200,22 +204,15 @@ def check_documents(
 
 
 def _compare(
-    model: ModelWithLoss,
-    forward: ForwardPass,
-    plain: PlainModel,
-    backend: str,
-    device: torch.device,
-    length: int,
-    *,
-    tree: bool,
+    model: ModelWithLoss, forward: ForwardPass, plain: PlainModel, backend: str, length: int, *, tree: bool
 ) -> DocumentCheck:
     """Compute both sides with the reference kernel or the run's own. `length`: length of texts for an encoder."""
     examples = _two_documents(model, length, tree=tree)
     # The plain side does not use batches: a collation that shifts targets by zero or two would shift both sides.
-    (own,) = documents_of(examples, [(0, 1)], device)
+    (own,) = documents_of(examples, [(0, 1)], plain.device)
     logits, chosen = zip(*(_logits_and_choices(plain, document) for document in own), strict=True)
     theirs = torch.cat(logits)
-    batch = _batch(examples, (0, 1), tree=tree).to(device)
+    batch = _batch(examples, (0, 1), tree=tree).to(plain.device)
     first, second = (document.columns for document in documents(batch))
     compared: Compared = {}
     with _choosing(model.orig_model, batch, chosen, compared):
@@ -225,7 +222,7 @@ def _compare(
     # Each document in its own micro-batch, unless they make one tree: the sums must add up to the plain model's.
     sums = []
     for row in [(0, 1)] if tree else [(0,), (1,)]:
-        alone = _batch(examples, row, tree=tree).to(device)
+        alone = _batch(examples, row, tree=tree).to(plain.device)
         with _choosing(model.orig_model, alone, [chosen[i] for i in row]):
             found = forward.sums(alone, backend).measured[monitored]
         sums.append(structure.from_last(model.orig_model, found))
@@ -267,11 +264,11 @@ def branch_off(ids: np.ndarray, second: int, tokens: Sequence[int] | np.ndarray 
     ids[second + COMMON] = next(token for token in tokens if token != ids[COMMON])
 
 
-def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> tuple[float, float]:
+def _roundings(plain: PlainModel, examples: Examples) -> tuple[float, float]:
     """Return how far random rounding moves the plain model's logits of two documents, and the share of experts that it
     changes; 0.0 in fp32.
     """
-    (own,) = documents_of(examples, [(0, 1)], device)
+    (own,) = documents_of(examples, [(0, 1)], plain.device)
     exact, chosen = zip(*(_logits_and_choices(plain, document) for document in own), strict=True)
 
     compared: Compared = {}
@@ -453,7 +450,6 @@ def _at_limits(
     forward: ForwardPass,
     plain: PlainModel,
     backend: str,
-    device: torch.device,
     layout: Layout,
     found: DocumentCheck,
     limit: float,
@@ -484,13 +480,13 @@ def _at_limits(
         else:
             batches = [[(0,), (1,)]] if rows > 1 else [[(0,)], [(1,)]]
         shape = BatchShape(sum(sizes), max_docs=2 * len(sizes) + 2, max_doc_length=sum(sizes), tree=tree)
-        (alone,) = documents_of(examples, [(0, 1)], device)
+        (alone,) = documents_of(examples, [(0, 1)], plain.device)
         with _last_positions(plain.orig_model, 2 * _BEYOND):
             theirs, chosen = zip(*(_logits_and_choices(plain, document) for document in alone), strict=True)
         own: list[torch.Tensor] = []
         with _rotary_state_kept(model.orig_model):
             for batch_rows in batches:
-                batch = collate(examples, tuple(batch_rows), shape).to(device)
+                batch = collate(examples, tuple(batch_rows), shape).to(plain.device)
                 with _choosing(model.orig_model, batch, [chosen[i] for row in batch_rows for i in row], compared):
                     hidden = forward.hidden_states(batch, backend)
                 for document in documents(batch):
@@ -502,22 +498,18 @@ def _at_limits(
     found = replace(found, choices=choices if compared else found.choices)
     if not found.beyond < limit or not found.experts_hold:
         with _last_positions(plain.orig_model, 2 * _BEYOND):
-            noise = [_roundings(plain, examples, device) for examples in pairs]
+            noise = [_roundings(plain, examples) for examples in pairs]
         moved, changed = (max(values) for values in zip(*noise, strict=True))
         found = replace(found, beyond_roundings=moved, experts_rounded=changed)
     return found
 
 
 def _among_neighbours(
-    model: ModelWithLoss,
-    forward: ForwardPass,
-    backend: str,
-    device: torch.device,
-    layout: Layout,
-    found: DocumentCheck,
-) -> DocumentCheck:
-    """Add the change of documents in a longer row when the others are replaced: first one half of the row, then every
-    second document. Long documents, as long as the run's and up to _LONG, alternate with short ones.
+    model: ModelWithLoss, forward: ForwardPass, backend: str, device: torch.device, layout: Layout
+) -> tuple[float, float]:
+    """Return the largest change of documents in a longer row when the others are replaced, and the smallest of those:
+    first one half of the row, then every second document. Long documents, as long as the run's and up to _LONG,
+    alternate with short ones.
     """
     orig_model = model.orig_model
     short = _SIZES[1]
@@ -533,18 +525,17 @@ def _among_neighbours(
         hidden = forward.hidden_states(batch, backend)
     columns = [document.columns for document in documents(batch)]
     halves = columns[:half], columns[half:]
+    leaks = []
+    changes = []
     for parts in (halves, halves[::-1], (columns[::2], columns[1::2]), (columns[1::2], columns[::2])):
         whole, kept = map(torch.cat, parts)
         replaced = whole[~torch.isin(whole, kept)]  # documents of a tree may share positions
         inputs = _first_replaced(batch, replaced, structure.vocab_size(orig_model))
         with _taking(orig_model, [(torch.arange(total), chosen)], (1, total)):
             moved = (forward.hidden_states(replace(batch, inputs=inputs), backend) - hidden).float().abs()
-        found = replace(  # np.maximum and np.minimum keep NaN
-            found,
-            leak=float(np.maximum(found.leak, float(moved[:, kept].max()))),
-            changed=float(np.minimum(found.changed, float(moved[:, replaced].max()))),
-        )
-    return found
+        leaks.append(float(moved[:, kept].max()))
+        changes.append(float(moved[:, replaced].max()))
+    return float(np.max(leaks)), float(np.min(changes))  # both keep NaN
 
 
 def _last_positions(orig_model: PreTrainedModel, count: int) -> AbstractContextManager[object]:

@@ -77,7 +77,7 @@ class PlainModel:
             ConfigError: transformers cannot load the files.
         """
         live = model.orig_model
-        self.objective, self.kind, self._device = model.objective, model.kind, device
+        self.objective, self.kind, self.device = model.objective, model.kind, device
         self._dtype = live.dtype
         # Captured now: in a pipeline, or between two gathers, the modules temporarily hold other parameters.
         self._live = dict(live.named_parameters(remove_duplicate=False))
@@ -142,7 +142,7 @@ class PlainModel:
         for module in self.orig_model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
+                    module._buffers[name] = buffer.to(self.device)
         names = {id(p): name for name, p in self.orig_model.named_parameters(remove_duplicate=False)}
         placed = {key: self._placeholder(name) if self.gathers else self._lent(name) for key, name in names.items()}
         owners: dict[torch.nn.Module, dict[str, str]] = {}
@@ -182,7 +182,7 @@ class PlainModel:
         """Return a parameter without memory, NaN everywhere, so that a result that reads it is visibly wrong."""
         shape, dtype = self._shape(name)
         return torch.nn.Parameter(
-            torch.full((), torch.nan, dtype=dtype, device=self._device).expand(shape), requires_grad=False
+            torch.full((), torch.nan, dtype=dtype, device=self.device).expand(shape), requires_grad=False
         )
 
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
@@ -221,13 +221,13 @@ class PlainModel:
         if p is not None and _is_nf4(p):
             layer = self.orig_model.get_submodule(name.rpartition(".")[0])
             scales = (layer.get_buffer(scale) for scale in SCALES)
-            return dequantize(Nf4((p if own is None else own).detach().to(self._device), *scales), self._dtype)
+            return dequantize(Nf4((p if own is None else own).detach().to(self.device), *scales), self._dtype)
         if p is None or (own is not None and id(p) not in self._vocabulary):
             assert own is not None
-            return own.to(self._device, self._shape(name)[1])
+            return own.to(self.device, self._shape(name)[1])
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         if self._stages is not None:
-            value = torch.empty(p.shape, dtype=p.dtype, device=self._device) if p.is_meta else value.clone()
+            value = torch.empty(p.shape, dtype=p.dtype, device=self.device) if p.is_meta else value.clone()
             holder = self._stages.holders[self._first[id(p)]][0]
             dist.broadcast(value, src=dist.get_global_rank(self._stages.group, holder), group=self._stages.group)
         if id(p) in self._rows:
@@ -238,7 +238,7 @@ class PlainModel:
             if self._new is not None:
                 known[self._new.among(0, len(known))] = False
             value, known = value.clone(), known.nonzero().flatten()
-            value[known.to(self._device)] = own[known].to(value)
+            value[known.to(self.device)] = own[known].to(value)
         return value
 
     def _found(self, name: str, gradient: Tensor) -> None:

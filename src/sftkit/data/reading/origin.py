@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.reading import columns, readers
-from sftkit.errors import ConfigError, DataError, config_error, did_you_mean
+from sftkit.errors import ConfigError, DataError, config_error, did_you_mean, hint
 from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
@@ -458,10 +458,7 @@ def _cached_snapshot(source: SourceConfig) -> Path | None:
 
 def _missing(source: SourceConfig, reason: str) -> ConfigError:
     """Return the error for a dataset that is neither on the hub nor here, with what to do."""
-    download = (
-        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER "
-        "here and name it in the place of this path; or copy that machine's HF_HOME cache"
-    )
+    download = hint("dataset of the hub elsewhere", path=source.path)
     requested = f" (subset {source.subset or 'none'}, split {source.split})"
     return ConfigError(f"data source {source.path}{requested}: {not_found(source.path, 'dataset', reason, download)}")
 

@@ -19,13 +19,6 @@ from sftkit.errors import DataError, fault
 
 Raw = JsonObject
 
-ACCEPTED = """messages | conversations, conversation or chat (from, value; pairs; text of turns) |
-instruction, output [input] [history] | instruction, response [context] [history] | prompt, completion [history] |
-prompt, response [history] | query, response [history] | query, answers | question, choices, answer or answerKey |
-question, answer or response [context] [history] | input, output [history] | input_ids with labels or a mask |
-segments | image or file_name with caption, captions or text | text | content; next to any conversation: system or
-system_prompt, tools or functions, documents, chat_template_kwargs"""
-
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
     "a picture",
@@ -99,9 +92,8 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
             advice = f" One column has {mark[0]!r} in its name: cells have commas between them in .csv, tabs in .tsv."
         if where.endswith("[0]") and (lists := [key for key, value in present.items() if isinstance(value, list)]):
             advice = f" If {lists[0]} holds the rows of a .json file, name it data."
-        shapes = " ".join(ACCEPTED.split())
-        words = {"columns": ", ".join(present) or "(none)", "empty": empty, "shapes": shapes, "advice": advice}
-        raise fault(where, "unknown columns", **words)
+        listed = ", ".join(present) or "(none)"
+        raise fault(where, "unknown columns", columns=listed, empty=empty, advice=advice)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     of_tokens = shape.name == ELSEWHERE

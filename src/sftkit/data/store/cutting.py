@@ -152,8 +152,8 @@ def _of_shard(
                 pieces[i] = past > 0
                 targets[i] = np.count_nonzero(is_target)
                 num_bytes[i] = count_bytes(ids[:past], is_target[:past]) if past else 0
-        _count_cut(shard, docs, length, pieces, limits, counts)
-        _count_lost(shard, path, docs, long, pieces, limits, counts, found)
+        _count_cut(shard, length, pieces, limits, counts)
+        _count_lost(shard, path, pieces, limits, counts, found)
         entry = np.repeat(np.arange(len(docs)), pieces)
         within = np.arange(len(entry)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = starts[entry] + within * limits.max_length
@@ -178,14 +178,13 @@ def _of_shard(
     return {**own, **{name: array[entry] for name, array in of_rows.items()}}
 
 
-def _count_cut(
-    shard: Shard, docs: np.ndarray, length: np.ndarray, pieces: np.ndarray, limits: Limits, counts: Counter[str]
-) -> None:
+def _count_cut(shard: Shard, length: np.ndarray, pieces: np.ndarray, limits: Limits, counts: Counter[str]) -> None:
     """Count the answers that are beyond the limits or cut there, and what documents of split_turns take.
 
     Args:
         length: of the documents as they are cut. pieces: 0 for a document that is dropped.
     """
+    docs = shard.docs
     if limits.too_long == "skip":  # bad rows have no answers
         bad = int(docs["answers"][pieces == 0].sum())
         counts.update({"answers": -bad, "answers_learned": -bad})
@@ -207,16 +206,11 @@ def _count_cut(
 
 
 def _count_lost(
-    shard: Shard,
-    path: str,
-    docs: np.ndarray,
-    long: np.ndarray,
-    pieces: np.ndarray,
-    limits: Limits,
-    counts: Counter[str],
-    found: findings.Tally,
+    shard: Shard, path: str, pieces: np.ndarray, limits: Limits, counts: Counter[str], found: findings.Tally
 ) -> None:
     """Count rows with documents that are too long, as truncated, or, if nothing is left of them, as dropped."""
+    docs = shard.docs
+    long = docs["size"] > limits.max_length + 1
     if not long.any():
         return
     firsts = np.flatnonzero(np.diff(docs["row"].astype(np.int64), prepend=-1))

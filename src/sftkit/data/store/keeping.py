@@ -16,7 +16,7 @@ from sftkit.data.reading import folders
 from sftkit.data.reading.remote import FOLDER
 from sftkit.data.store.making import STORE_FILE, read_about
 from sftkit.data.store.shards import Store
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.rundir.files import HASHES, own_name
 from sftkit.runtime.script import counted
 
@@ -104,9 +104,7 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
     """
     match = _SIZE.fullmatch(keep_size)
     if match is None:
-        raise ConfigError(
-            f"--keep-size {keep_size}: a number with its unit is expected, such as 200G, 500M or 9B (bytes)"
-        )
+        raise config_error("size without its unit", size=keep_size)
     left = float(match[1] or 0) * 1000 ** "BKMGT".index((match[2] or "B").upper())
     freed = 0
     for folder in ("stores", "views", "borders", FOLDER):

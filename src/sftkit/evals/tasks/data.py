@@ -116,11 +116,8 @@ def _from_hub(split: DatasetSplit) -> list[Any]:
         raw_rows = list(find_source(source).part())
     except (ConfigError, DataError) as error:
         reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
-        raise type(error)(
-            f"{reason}. Set eval.data to a folder with the rows of {_hub_name(split)}, in a file named "
-            f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a "
-            "machine that has them"
-        ) from error
+        words = {"rows": _hub_name(split), "files": " or ".join(split.files)}
+        raise type(error)(hint("no rows on the hub", reason=reason, **words)) from error
     return [parsed(raw) for raw in raw_rows]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from sftkit.errors import hint
 from sftkit.graph import compat, graphs
 
 WeightKey = tuple[str, tuple[int, ...], str]
@@ -151,10 +152,7 @@ def compile_both(
     later, later_strides = compat.with_strides(lambda: compile_one("later-forward", [*examples, *given]))
     # The backward half is compiled once, for the strides of the first.
     if first_strides and first_strides != [*later_strides, *(value.stride() for value in given)]:
-        raise RuntimeError(
-            "gather_once: Inductor gives what the first micro-batch of a step keeps other strides than the others "
-            "need: leave the pass out of graph.passes"
-        )
+        raise RuntimeError(hint("strides of gather_once"))
     compat.report_strides(later_strides)
     return first, later
 
