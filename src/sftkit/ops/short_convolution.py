@@ -41,9 +41,9 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, silu: bool) -> Tensor:  # noqa: FBT001
     """Compute `short_convolution` of a contiguous input."""
     if _has_kernel(x, weight):
-        from sftkit.ops import short_convolution_kernel  # Triton is not installed on CPU machines
+        from sftkit.ops.short_convolution_kernel import convolve  # Triton is not installed on CPU machines
 
-        return short_convolution_kernel.forward(x, weight, bias, starts, silu=silu)
+        return convolve(x, weight, bias, starts, silu=silu)
     total = _sum(x, weight, bias, starts)
     return F.silu(total) if silu else total
 
@@ -66,9 +66,9 @@ def convolved_backward(
     fp64. The sum before the activation is computed again: kept, it would be as large as the input.
     """
     if _has_kernel(x, weight):
-        from sftkit.ops import short_convolution_kernel  # as above
+        from sftkit.ops.short_convolution_kernel import convolve_backward  # as above
 
-        return short_convolution_kernel.backward(grad, x, weight, bias, starts, silu=silu)
+        return convolve_backward(grad, x, weight, bias, starts, silu=silu)
     exact = torch.promote_types(x.dtype, torch.float32)
     d_sum = grad.to(exact)
     if silu:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_TILES = {"ROWS": 32, "COLUMNS": 256, "UNROLL": 2, "num_warps": 2}
-BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 128, "UNROLL": 2, "num_warps": 1}
+_TILES = {"ROWS": 32, "COLUMNS": 256, "UNROLL": 2, "num_warps": 2}
+_BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 128, "UNROLL": 2, "num_warps": 1}
 "Rows and columns of a program, and rows of its loop that are unrolled: the fastest of 30 on an H200 for 6,144 columns."
 
 
@@ -143,26 +143,26 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
         tl.store(target, of_3, mask=known)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, *, silu: bool) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, *, silu: bool) -> Tensor:
     """Compute ops.short_convolution.convolved; x and weight are contiguous."""
     width, taps = weight.shape
     rows = x.numel() // width
     out = torch.empty_like(x)
-    grid = triton.cdiv(rows, FORWARD_TILES["ROWS"]), triton.cdiv(width, FORWARD_TILES["COLUMNS"])
+    grid = triton.cdiv(rows, _TILES["ROWS"]), triton.cdiv(width, _TILES["COLUMNS"])
     given = (x, weight, bias, starts, out, rows, width, x.shape[1])
-    _forward[grid](*given, TAPS=taps, BIAS=bias is not None, SILU=silu, **FORWARD_TILES)
+    _forward[grid](*given, TAPS=taps, BIAS=bias is not None, SILU=silu, **_TILES)
     return out
 
 
-def backward(
+def convolve_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, *, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute ops.short_convolution.convolved_backward. Partial sums are added up in a fixed order: no atomics."""
     width, taps = weight.shape
     rows = x.numel() // width
     d_x = torch.empty_like(x)
-    grid = triton.cdiv(rows, BACKWARD_TILES["ROWS"]), triton.cdiv(width, BACKWARD_TILES["COLUMNS"])
+    grid = triton.cdiv(rows, _BACKWARD_TILES["ROWS"]), triton.cdiv(width, _BACKWARD_TILES["COLUMNS"])
     sums = torch.empty(grid[0], taps + 1, width, dtype=torch.float32, device=x.device)
     given = (grad, x, weight, bias, starts, d_x, sums, rows, width, x.shape[1])
-    _backward[grid](*given, TAPS=taps, BIAS=bias is not None, SILU=silu, **BACKWARD_TILES)
+    _backward[grid](*given, TAPS=taps, BIAS=bias is not None, SILU=silu, **_BACKWARD_TILES)
     return d_x, sums.sum(0)
