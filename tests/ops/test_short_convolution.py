@@ -5,6 +5,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.ops.short_convolution import convolved, convolved_backward, short_convolution
@@ -118,6 +119,36 @@ def test_compiled_it_is_one_graph_with_the_same_values():
     for function in (ours, compiled):
         out = function(conv, x, "silu", starts)
         sides.append([out, *torch.autograd.grad(out.square().sum(), variables)])
+    for own, expected in zip(*sides, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+class GivenToOperators(TorchDispatchMode):
+    """Collects the tensors that the operators of this project are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sftkit":
+            self.tensors += [value for value in args if isinstance(value, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_which_know_no_strides_get_contiguous_tensors():
+    """Of a transposed input, columns of a matrix as weights, and distances that all rows share."""
+    wide, starts = torch.randn(CHANNELS, 4, 2), distances([5, 2, 6])
+    strided = torch.randn(13, 2, CHANNELS).transpose(0, 1), wide[..., 0], wide[:, 0, 1]
+    sides = []
+    for given, rows in ((strided, starts), ([t.contiguous() for t in strided], starts.repeat(2, 1))):
+        leaves = [t.detach().requires_grad_() for t in given]
+        with GivenToOperators() as seen:
+            out = short_convolution(*leaves, "silu", rows)
+            sides.append([out, *torch.autograd.grad(out.mT.square().sum(), leaves)])
+        assert len(seen.tensors) == 4 + 5
+        assert all(t.is_contiguous() for t in seen.tensors)
+        assert seen.tensors[3].shape == seen.tensors[-1].shape == (2, 13)
     for own, expected in zip(*sides, strict=True):
         torch.testing.assert_close(own, expected)
 

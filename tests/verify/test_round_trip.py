@@ -81,6 +81,7 @@ def test_a_checkpoint_of_a_model_in_float8_is_compared_without_its_rounding(base
     live.write()
     live.trip.expect(1)
     assert "logits differ by 0.0e+00" in live.opened().found
+    assert round_trip.verify_checkpoint(live.folder, round_trip.logits_of(live.model)).ok
 
 
 def test_a_checkpoint_that_gives_the_answer_of_the_live_model_passes_and_is_opened_once(

@@ -34,12 +34,15 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation
     """
     if activation not in SILU:
         raise RuntimeError(f"a short convolution with activation {activation} is not supported")
+    # Kernels read all tensors by rows: a stride they do not know would be another value, without an error.
+    bias = None if bias is None else bias.contiguous()
+    starts = starts.expand(x.shape[:2]).contiguous()
     return convolved(x.contiguous(), weight.contiguous(), bias, starts, SILU[activation])
 
 
 @torch.library.custom_op("sftkit::short_convolution", mutates_args=())
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, silu: bool) -> Tensor:  # noqa: FBT001
-    """Compute `short_convolution` of a contiguous input."""
+    """Compute `short_convolution` of contiguous tensors."""
     if _has_kernel(x, weight):
         from sftkit.ops.short_convolution_kernel import convolve  # Triton is not installed on CPU machines
 

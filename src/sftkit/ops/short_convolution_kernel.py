@@ -144,7 +144,7 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, *, silu: bool) -> Tensor:
-    """Compute ops.short_convolution.convolved; x and weight are contiguous."""
+    """Compute ops.short_convolution.convolved; all tensors are contiguous."""
     width, taps = weight.shape
     rows = x.numel() // width
     out = torch.empty_like(x)

@@ -69,12 +69,19 @@ def row_logits(orig_model: PreTrainedModel, ids: list[int]) -> Tensor:
 
     The same kind of device and dtype gives the same bits. Attention uses torch's math kernel: torch's choice among
     the others depends on settings of the process, which differ between a run that trains with `sdpa` and a new
-    process, and each kernel rounds differently.
+    process, and each kernel rounds differently. Layers in float8 multiply in bf16, as in a process that opens a
+    checkpoint.
     """
-    kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
+    kind = kind_of(orig_model.config)
     try:
         # Everything that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
-        with as_whole(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
+        with (
+            as_whole(orig_model),
+            inference(orig_model),
+            sdpa_kernel(SDPBackend.MATH),
+            without_sequence_parallel(orig_model),
+            products_in_bf16(orig_model),
+        ):
             made_up = kind.made_up_inputs(orig_model, 1, len(ids))
             arrays = {"input_ids": np.array([ids]), **({} if made_up is None else made_up.arrays)}
             given = {name: torch.from_numpy(array).to(orig_model.device) for name, array in arrays.items()}
@@ -355,7 +362,7 @@ class RoundTrip:
             return
         self._step = step
         ids = _prompt(self._tokenizer)[: min(PROBE_LENGTH, positions(self._orig_model) or PROBE_LENGTH) - ANSWERED]
-        with _first_member(self._orig_model), products_in_bf16(self._orig_model):
+        with _first_member(self._orig_model):
             for _ in range(ANSWERED):
                 ids.append(int(row_logits(self._orig_model, ids)[-1].argmax()))
             logits = row_logits(self._orig_model, ids)
