@@ -115,9 +115,8 @@ def test_a_checkpoint_is_the_whole_model_with_all_but_the_text_model_bit_for_bit
     model = text_model(folder, tokenizer)
     assert not any("vision" in name for name, _ in model.named_parameters())
     check_saved_names(model)
-    if family != "llama4":  # attends in chunks
-        packed = ModelWithLoss(text_model(folder, tokenizer), "reference", NextToken(LossConfig()))
-        assert check_documents(packed, "reference", torch.device("cpu")).leak == 0
+    packed = ModelWithLoss(text_model(folder, tokenizer), "reference", NextToken(LossConfig()))
+    assert check_documents(packed, "reference", torch.device("cpu")).leak == 0
     run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=model)
     run.steps(0, 2, every=1, wait=True)
     first, second = (step_dir(tmp_path / "run", step) for step in (1, 2))
