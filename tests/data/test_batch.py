@@ -326,6 +326,11 @@ LOOK{{ m.content }}<|im_end|>
         ("{% if not m.content.isascii() %}!{% endif %}", "mägic"),
         ("{% if m.content > 'It is z' %}!{% endif %}", "zoo"),
         ("{% if m.content.rstrip('c.') != m.content.rstrip('.') %}!{% endif %}", "magic"),
+        ("{% macro as_is(x) %}{{ x }}{% endmacro %}{% if as_is(m.content)[-6:-1] == 'magic' %}!{% endif %}", "magic"),
+        ("{% if (m.content ~ '') | length > 30 %}!{% endif %}", "a long answer, " * 9),
+        ("{% if m.content in '0 is magic., 1 is magic., 101 is magic., 3 is magic.' %}!{% endif %}", "magic"),
+        ("{% if ({m.content: 1}).get('0 is m' ~ 'agic.') %}!{% endif %}", "magic"),
+        ("{{ m.content | int }}", "7"),
     ],
 )
 def test_a_template_that_looks_at_texts_renders_those_it_looks_for(make_tokenizer, look: str, odd: str) -> None:

@@ -94,7 +94,12 @@ class _Watched(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        self.noted.add(None)  # a key of an object, or one of a set: equal texts are one there
+        return super().__hash__()
+
+    def __str__(self) -> str:
+        return self  # so that filters and joined texts are watched, too
 
     def __bool__(self) -> bool:
         return super().__len__() > 0
@@ -103,17 +108,25 @@ class _Watched(str):
         return self.of(super().__add__(other))
 
     def __radd__(self, other: str) -> Any:
-        return self.of(other + str(self))
+        return self.of(other + super().__str__())
 
     def __iter__(self) -> Iterator[str]:
         self.noted.add(None)  # only when the first letter is asked for, which `is iterable` does not
-        yield from str(self)
+        yield from super().__str__()
 
     def _otherwise(self, *given: Any) -> Any:
         self.noted.add(None)
         return NotImplemented
 
-    __lt__ = __le__ = __gt__ = __ge__ = _otherwise
+    __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __rmod__ = _otherwise
+
+    def __float__(self) -> float:
+        self.noted.add(None)
+        raise ValueError
+
+    def __format__(self, form: str) -> str:
+        self.noted.add(None)
+        return super().__format__(form)
 
     def __len__(self) -> int:
         self.noted.add(None)
@@ -251,6 +264,8 @@ class Shapes:
         self._firsts = {token[0] for token in specials if token}
         self._looked_for: set[str] = set()
         self._compared: Set[str] = frozenset()
+        self._around: Set[str] = frozenset()
+        "strings of the template in which it may look for a text"
 
     def find(self, row: Row) -> Shaped | None:
         """Return the replacement of the locator if the shape of a conversation is known; None: render it."""
@@ -274,6 +289,8 @@ class Shapes:
             return None
         bare = list(map(str.strip, texts))
         if not all(bare) or not self._compared.isdisjoint((*texts, *bare)):
+            return None
+        if any(text in one for one in self._around for text in bare):
             return None
         if bare != list(texts) and not shape.free.issuperset(i for i, text in enumerate(texts) if text != bare[i]):
             return None
@@ -304,7 +321,7 @@ class Shapes:
     def _learned(self, roles: Sequence[str], context_messages: int) -> ChatShape | None:
         """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
         source = template_of(self._tokenizer).source
-        inside, self._compared = literals_of(source)
+        inside, self._compared, self._around = literals_of(source)
         self._looked_for.update(_OWN, inside.difference(MESSAGE))
         if "strftime_now" in source and any(_TIME.search(one) for one in self._compared):
             return None

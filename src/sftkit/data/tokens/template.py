@@ -147,7 +147,7 @@ def _rendered(source: str, variables: dict[str, Any], *, marks: bool) -> tuple[s
     with compiled.environment.activate_tracker([], spans) if marks else nullcontext():
         for block in compiled.root_render_func(compiled.new_context(variables)):  # render() without the join at its end
             found.append(block)
-            spans.length = length = length + len(block)
+            spans.length = length = length + str.__len__(block)  # a text that is watched (shapes) would note len
             if length > MAX_RENDERED:
                 raise config_error("endless chat template", most=MAX_RENDERED)
     return "".join(found), spans
@@ -209,7 +209,18 @@ def _compiled(source: str) -> Any:
     environment.is_safe_attribute = is_safe_attribute
     environment.getattr = attribute_of
     environment.call = called
-    return environment.from_string(source)
+    environment.concat = _joined
+    compiled = environment.from_string(source)
+    compiled.root_render_func.__globals__["str_join"] = _joined  # of the operator ~
+    return compiled
+
+
+def _joined(parts: Iterable[Any]) -> str:
+    """Join texts; with one that notes how a template looks at it (shapes), the whole notes it, too."""
+    texts = [*map(str, parts)]
+    watched: Any = next((one for one in texts if type(one) is not str and hasattr(one, "of")), None)
+    whole = "".join(texts)
+    return whole if watched is None else watched.of(whole)
 
 
 @lru_cache(maxsize=64)
@@ -224,8 +235,9 @@ def variables_of(source: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def literals_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return (the strings that a template may look for inside a text, all strings that it may compare a text with).
+def literals_of(source: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return (the strings that a template may look for inside a text, all strings that it may compare a text with,
+    those in which it may look for a text).
 
     Raises:
         TemplateError: it cannot be parsed.
@@ -239,7 +251,14 @@ def literals_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
     looks += [value for one in tree.find_all(nodes.Filter) if one.name != "trim" for value in one.args]
     inside = {*tree.find_all(nodes.Const)} & {const for one in looks for const in (one, *one.find_all(nodes.Const))}
     strings = frozenset(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
-    return strings.intersection(const.value for const in inside), strings
+    around = frozenset[str]()
+    for compared in tree.find_all(nodes.Compare):
+        wholes = [op.expr for op in compared.ops if op.op in ("in", "notin")]
+        if not isinstance(compared.expr, nodes.Const):
+            # The string itself, or any that may be the value of a variable.
+            around |= {one.value for one in wholes if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+            around |= strings if any(isinstance(one, nodes.Concat | nodes.Name) for one in wholes) else set()
+    return strings.intersection(const.value for const in inside), strings, around
 
 
 def _binary(_context: object, operator: str, left: Any, right: Any) -> object:
