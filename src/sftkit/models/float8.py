@@ -115,7 +115,7 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
 def products_in_bf16(*models: PreTrainedModel) -> AbstractContextManager[None]:
     """Let layers in float8 multiply as torch.nn.Linear does within the context. One scale for all positions of a row
     couples its documents, and four bits of a product hide what else a forward pass may do to them."""
-    layers = [module for model in models for module in model.modules() if _is_float8(module)]
+    layers: list[Any] = [module for model in models for module in model.modules() if _is_float8(module)]
     return replaced_in_each("forward", {layer: partial(torch.nn.Linear.forward, layer) for layer in layers})
 
 
