@@ -210,9 +210,10 @@ def test_an_accumulated_step_is_that_of_one_pass(tmp_path: Path, tokenizer: Any,
         cfg, run=replace(cfg.run, dir=str(tmp_path / "parts")), train=replace(cfg.train, micro_batch_size=2)
     )
     accumulated = run(parts, tokenizer)
-    for name in ("train/loss", "train/grad_norm"):
+    # Norms of gradients move by 4e-6 on some CPUs, whose products sum in another order for other numbers of rows.
+    for name, limit in (("train/loss", 1e-6), ("train/grad_norm", 1e-5)):
         torch.testing.assert_close(
-            torch.tensor(lines(accumulated, name)), torch.tensor(lines(whole, name)), rtol=1e-6, atol=0
+            torch.tensor(lines(accumulated, name)), torch.tensor(lines(whole, name)), rtol=limit, atol=0
         )
     found = factors_in(last_step(accumulated))
     for name, value in factors_in(last_step(whole)).items():
