@@ -159,11 +159,11 @@ def _delta_products(layer: Any) -> int:
 
 
 def _delta_kept(layer: Any) -> int:
-    """Return what is kept: the convolution's input and output, normalized queries and keys of all value heads, the
-    gate, the output and what leaves the norm, and the inverse of a system of 64 positions.
+    """Return what is kept: the convolution's input, normalized queries and keys of all value heads, the gate, the
+    output and what leaves the norm, and the inverse of a system of 64 positions.
     """
     keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
-    return int(2 * layer.conv_dim + 2 * keys + 3 * values + 64 * layer.num_v_heads)
+    return int(layer.conv_dim + 2 * keys + 3 * values + 64 * layer.num_v_heads)
 
 
 def _scan_products(layer: Any) -> int:
