@@ -76,7 +76,7 @@ class RecompileError(ConfigError):
 
 @cache
 def texts(table: str) -> dict[str, dict[str, str]]:
-    """Return a YAML file of texts, which is read only where something is wrong.
+    """Return a YAML file of texts or tables, which is read when the first of them is asked for.
 
     Args:
         table: its path in the package.

@@ -14,7 +14,31 @@ from sftkit.config import commands, keys, load, tables, terminal
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import ENDING
 
-CLI_USAGE = Path(__file__).with_name("usage.txt").read_text().removesuffix("\n")
+CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
+
+  doctor                what this machine lacks, and what would be slow
+  init DIR              copy scripts, recipes and Accelerate configs into DIR
+  chain FOLDER          base, mid, sft, evaluation: sftkit chain recipes/smoke
+  base|mid|sft RECIPE   train one stage: sftkit sft RECIPE [key=value ...]
+  caption RECIPE        train a model with an encoder to say what it sees
+  prepare RECIPE        tokenize data into the cache, before a GPU is used
+  data list             tokenized data in the cache; prepare, verify, prune
+  inspect RECIPE        what would be learned and dropped, and its cost
+  eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model
+  chat [RUN]            talk to it
+  report [RUN]          a page about a run
+  export [RUN] --out D  a folder that transformers, vLLM and llama.cpp load
+  validate RECIPE       does compiling pay, and change nothing?
+  bench PLAN            measure the training step
+  explain RECIPE        where the graph breaks, which module is to blame
+  convert FILE          a recipe from YAML of TRL, Axolotl or LLaMA-Factory
+  launch --slurm N ...  a Slurm script that trains a recipe on N machines
+  patterns              a small model in every layout of processes
+  dashboard ...         the wandb workspace of a project
+
+Scripts, recipes and configs of this folder are taken, if there are any,
+else those that came with sftkit. Exit codes: 0 done, 1 failed, 2 a mistake
+in words, recipe or data, 128 + n ended by signal n."""
 LABS = ("bench", "explain", "patterns")
 "Words of the package `labs`, which lies next to the scripts and is not installed as a module."
 

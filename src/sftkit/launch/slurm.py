@@ -2,7 +2,6 @@
 
 import shlex
 from functools import partial
-from pathlib import Path
 from string import Template
 
 from sftkit.config import commands, load, schema, tables, terminal
@@ -22,8 +21,42 @@ _SECONDS = 300
 "How long before the time limit Slurm signals the launchers."
 _PORT = 29500
 _CPUS = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not take it from the job\n"
-_SCRIPT = Path(__file__).with_name("slurm.sh.template")
-"Its $name is filled in, and $$ is a dollar of the script."
+_SCRIPT = Template(r"""#!/bin/bash
+#SBATCH --job-name=$name
+#SBATCH --nodes=$nodes
+#SBATCH --ntasks-per-node=1
+$gpu_lines#SBATCH --exclusive
+#SBATCH --time=12:00:00
+#SBATCH --signal=TERM@$seconds
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=$name-%j.log
+
+RUN_DIR=$run_dir
+WORDS=($words)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$patience $signals$environment
+${cpus}export HEAD=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+trap true TERM # this script outlives the launchers, to queue the job again
+begun=$$(date +%s)
+
+srun --kill-on-bad-exit=0 bash -c 'exec $accelerate launch --config_file $config \
+    --num_machines $$SLURM_NNODES --num_processes $$((SLURM_NNODES * $each)) --machine_rank $$SLURM_NODEID \
+    --main_process_ip $$HEAD --main_process_port $port$replicas \
+    $script "$$@"' launcher "$${WORDS[@]}"
+code=$$?
+
+read_status='import json, sys
+of = json.load(open(sys.argv[1]))
+print(of["status"] if of["time"] >= int(sys.argv[2]) else "unchanged")'
+status=unchanged
+test -e "$$RUN_DIR/run_status.json" && status=$$(python3 -c "$$read_status" "$$RUN_DIR/run_status.json" "$$begun")
+echo "launchers ended with $$code, run: $$status"
+case $$status in
+    preempted) scontrol requeue "$$SLURM_JOB_ID" ;;
+    finished | stopped) exit 0 ;;
+    *) exit 1 ;;
+esac
+""")
 
 
 def batch_script(stage: str, recipe: str, overrides: list[str], nodes: int, gpus: int) -> str:
@@ -57,7 +90,7 @@ def batch_script(stage: str, recipe: str, overrides: list[str], nodes: int, gpus
     words = [recipe, *(word for word in overrides if not word.startswith("train.resume=")), "train.resume=auto"]
     [(variable, names)] = signal_env({}).items()
     script = f"scripts/{tables.STAGE_SCRIPTS[stage]}"
-    return Template(_SCRIPT.read_text()).substitute(
+    return _SCRIPT.substitute(
         name=stage,
         nodes=nodes,
         gpu_lines=f"#SBATCH --gpus-per-node={gpus}\n#SBATCH --cpus-per-task={8 * gpus}\n" if gpus else "",

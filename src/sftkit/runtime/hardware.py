@@ -10,14 +10,29 @@ import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sftkit.errors import texts
-
 log = logging.getLogger(__name__)
 
+# Dense bf16 tensor-core peak in FLOP/s from the vendors' datasheets (no sparsity), by whole words, longer names first.
+PEAK_BF16_FLOPS = (
+    ("B200", 2250e12),
+    ("GH200", 989.5e12),
+    ("H200", 989.5e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.5e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+)
 _RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "labs/compile_lab.md", "labs/patterns/README.md")
 "Files of this repository that runs write: a new result there changes no later run."
 
@@ -34,12 +49,11 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_flops_by_name(name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a device of that name; None, after one warning, for a name that is not
     in the table."""
-    peaks: Any = texts("runtime/peaks.yaml")
-    known = (flops for part, flops in peaks.items() if re.search(rf"\b{part}\b", name))
+    known = (flops for part, flops in PEAK_BF16_FLOPS if re.search(rf"\b{part}\b", name))
     # A laptop's GPU has the name of a faster desktop card in its own.
     flops = None if "Laptop" in name else next(known, None)
     if flops is None:
-        log.warning("%s: peak FLOP/s unknown, so no MFU; add it to runtime/peaks.yaml", name)
+        log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in runtime/hardware.py", name)
     return flops
 
 
