@@ -28,6 +28,26 @@ def _row(x, row, column, inside, width):
 
 
 @triton.jit
+def _weights(weight, bias, column, known, TAPS: tl.constexpr, BIAS: tl.constexpr):
+    """Return the four taps of some columns and what is added to their sum."""
+    added = tl.zeros([column.shape[0]], tl.float32)
+    if BIAS:
+        added = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    tap_0 = _tap(weight, column, known, 0, TAPS)
+    tap_1 = _tap(weight, column, known, 1, TAPS)
+    tap_2 = _tap(weight, column, known, 2, TAPS)
+    return tap_0, tap_1, tap_2, _tap(weight, column, known, 3, TAPS), added
+
+
+@triton.jit
+def _rows_before(x, first, column, known, width):
+    """Return the three inputs before a program's first row, zero where there are none."""
+    x_1 = _row(x, first - 1, column, known & (first >= 1), width)
+    x_2 = _row(x, first - 2, column, known & (first >= 2), width)
+    return x_1, x_2, _row(x, first - 3, column, known & (first >= 3), width)
+
+
+@triton.jit
 def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     x, weight, bias, starts, out, rows, width, length,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -37,16 +57,8 @@ def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < width
-    tap_0 = _tap(weight, column, known, 0, TAPS)
-    tap_1 = _tap(weight, column, known, 1, TAPS)
-    tap_2 = _tap(weight, column, known, 2, TAPS)
-    tap_3 = _tap(weight, column, known, 3, TAPS)
-    added = tl.zeros([COLUMNS], tl.float32)
-    if BIAS:
-        added = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
-    x_1 = _row(x, first - 1, column, known & (first >= 1), width)
-    x_2 = _row(x, first - 2, column, known & (first >= 2), width)
-    x_3 = _row(x, first - 3, column, known & (first >= 3), width)
+    tap_0, tap_1, tap_2, tap_3, added = _weights(weight, bias, column, known, TAPS, BIAS)
+    x_1, x_2, x_3 = _rows_before(x, first, column, known, width)
     for index in tl.range(0, ROWS, loop_unroll_factor=UNROLL):
         row = first + index
         inside = known & (row < rows)
@@ -82,16 +94,8 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     first = part * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < width
-    tap_0 = _tap(weight, column, known, 0, TAPS)
-    tap_1 = _tap(weight, column, known, 1, TAPS)
-    tap_2 = _tap(weight, column, known, 2, TAPS)
-    tap_3 = _tap(weight, column, known, 3, TAPS)
-    added = tl.zeros([COLUMNS], tl.float32)
-    if BIAS:
-        added = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
-    x_1 = _row(x, first - 1, column, known & (first >= 1), width)
-    x_2 = _row(x, first - 2, column, known & (first >= 2), width)
-    x_3 = _row(x, first - 3, column, known & (first >= 3), width)
+    tap_0, tap_1, tap_2, tap_3, added = _weights(weight, bias, column, known, TAPS, BIAS)
+    x_1, x_2, x_3 = _rows_before(x, first, column, known, width)
     none = tl.zeros([COLUMNS], tl.float32)
     d_1, d_2, d_3 = none, none, none
     of_bias, of_0, of_1, of_2, of_3 = none, none, none, none, none
