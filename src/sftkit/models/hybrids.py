@@ -194,11 +194,7 @@ _SCAN_FUNCTIONS = {
 }
 _SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
 _CONVOLUTION = Mixer(
-    layer_type="conv",
-    functions={"causal_conv1d_fn": _convolution},
-    products=lambda _: 0,
-    kept=lambda layer: 5 * int(layer.in_proj.in_features),
-    documents_as="seq_idx",
+    "conv", {"causal_conv1d_fn": _convolution}, lambda _: 0, lambda x: 5 * int(x.in_proj.in_features), "seq_idx"
 )
 MIXERS = {
     **dict.fromkeys(
@@ -249,8 +245,7 @@ def use_operators(orig_model: PreTrainedModel) -> None:
         if mixer.documents_as != "documents":
             block = orig_model.get_submodule(path.rpartition(".")[0])
             block.register_forward_pre_hook(_renamed(mixer.documents_as), with_kwargs=True)
-        cls = next(cls for cls in type(layer).__mro__ if cls.__name__ in MIXERS)
-        module = sys.modules[cls.__module__]
+        module = sys.modules[layer.forward.__module__]
         for name, replacement in mixer.functions.items():
             original = getattr(module, name, None)
             if original is None:
