@@ -454,7 +454,7 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
     encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)
     products = {id(next(layer.parameters())): mixer.products(layer) for layer, mixer in _recurrent(orig_model)}
     kinds = getattr(orig_model.config.get_text_config(), "layer_types", None) or ()
-    alone = _without_attention(orig_model)
+    alone = without_attention(orig_model)
     typed = zip(decoder_blocks(orig_model), kinds, strict=False)
     without = {id(p) for block, kind in typed if kind in alone for p in block.parameters()}
     body = in_encoder = states = 0
@@ -512,7 +512,7 @@ def _recurrent(orig_model: torch.nn.Module) -> list[tuple[Any, Any]]:
     return [(layer, mixer) for _, layer, mixer in mixers(orig_model)]
 
 
-def _without_attention(orig_model: torch.nn.Module) -> set[str]:
+def without_attention(orig_model: torch.nn.Module) -> set[str]:
     """Return the types of layers that have no attention."""
     return {"mlp", "moe", *(mixer.layer_type for _, mixer in _recurrent(orig_model))}
 
@@ -543,7 +543,7 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
             return None  # state space models have such layers under any name in their config
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
-    without = _without_attention(orig_model)
+    without = without_attention(orig_model)
     kinds = [kind for kind in kinds if kind not in without]
     full = AttentionWindow(None)
     known = {"full_attention": full, BESIDE_ATTENTION: full, "sliding_attention": window}
