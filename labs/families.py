@@ -103,6 +103,8 @@ REASONS = {
     r"Linear\.forward\(\) got an unexpected": HEAD,
     r"Unrecognized configuration class": "transformers makes no causal model of its text config",
     r"is not supported: (it does not take its attention .*)": "{}",
+    r"is not supported: (its layers add numbers of their own to the scores)": "{}",
+    r"is not supported with sliding_window=.* in its mask alone": "its sliding window is in transformers' mask alone",
     r"is not supported: (the logits of its own forward pass) and sftkit's differ": "{} differ from sftkit's",
 }
 "By pattern of an error: the reason in the table, with the group that was found."

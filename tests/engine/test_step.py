@@ -238,25 +238,41 @@ COMMON = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields"),
+    ("model_type", "fields", "reason"),
     [
-        ("phimoe", {"sliding_window": 10, "num_local_experts": 4}),  # hands its window to the mask alone
-        ("doge", {}),  # the same
+        ("phimoe", {"sliding_window": 10, "num_local_experts": 4}, " with sliding_window=10: .* in its mask alone"),
+        ("doge", {}, ": its layers add numbers of their own to the scores"),
+        ("git", {}, ": the layer .* not take its attention from transformers' registry"),
+        ("xlstm", {"embedding_dim": 32, "num_heads": 4}, ": the logits of .* differ by"),
         # Mixes tokens outside attention.
-        ("jamba", {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2}),
+        (
+            "jamba",
+            {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
+            ": the layer .* carries tokens",
+        ),
     ],
 )
-def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
-    model_type: str, fields: dict[str, object]
+def test_a_model_that_our_forward_pass_does_not_reproduce_is_rejected_for_what_it_does(
+    model_type: str, fields: dict[str, object], reason: str
 ) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**COMMON, **fields})
-    model = ModelWithLoss(AutoModelForCausalLM.from_config(config), "reference", NextToken(LossConfig()))
-    with pytest.raises(
-        ConfigError,
-        match=r"is not supported: (the logits of .* differ by|the layer .* carries tokens)",
-    ):
-        check_documents(model, "reference", torch.device("cpu"))
+    orig_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**COMMON, **fields}))
+    with pytest.raises(ConfigError, match=f"is not supported{reason}"):
+        check_documents(ModelWithLoss(orig_model, "reference", NextToken(LossConfig())), "reference", orig_model.device)
+
+
+def test_a_window_in_the_mask_alone_costs_nothing_where_no_document_reaches_it() -> None:
+    """As the error says: without the window, documents up to its length have the same logits."""
+    fields = {**COMMON, "num_local_experts": 4, "attn_implementation": "eager"}
+    logits = []
+    for window in (16, None):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("phimoe", **fields, sliding_window=window)
+        orig_model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            logits.append(orig_model(torch.arange(3, 19)[None]).logits)
+    assert torch.equal(*logits)
+    check_documents(ModelWithLoss(orig_model, "reference", NextToken(LossConfig())), "reference", orig_model.device)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.5])

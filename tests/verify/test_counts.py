@@ -100,16 +100,6 @@ def test_flops_of_alike_blocks_are_those_of_all_counted(patterns: tuple[str, ...
         assert float(check.found.split()[2]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_flops_of_experts_are_not_counted() -> None:
-    assert flops_check(ModelWithLoss(MODELS["qwen3_moe"](), "reference", NextToken(LossConfig()), Experts())).ok is None  # type: ignore[arg-type]
-
-
-class Experts:
-    """Stands for what reads routers."""
-
-    has_loss, weight = False, 0.0
-
-
 def test_a_run_proves_its_first_update_its_norm_its_rates_and_its_counts(tmp_path: Path) -> None:
     run(tmp_path / "run", compile=EAGER, evaluates=False, steps=7)
     rows = proof_rows(tmp_path / "run")

@@ -194,16 +194,10 @@ _SCAN_FUNCTIONS = {
 }
 _SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
 _CONVOLUTION = Mixer(
-    layer_type="conv",
-    functions={"causal_conv1d_fn": _convolution},
-    products=lambda _: 0,
-    kept=lambda layer: 5 * int(layer.in_proj.in_features),
-    documents_as="seq_idx",
+    "conv", {"causal_conv1d_fn": _convolution}, lambda _: 0, lambda x: 5 * int(x.in_proj.in_features), "seq_idx"
 )
 MIXERS = {
-    **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
-    ),
+    **{f"{family}GatedDeltaNet": _DELTA for family in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid")},
     **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _SCAN),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONVOLUTION),
 }
@@ -214,10 +208,11 @@ _SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no k
 UNSUPPORTED = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), _SELECTIVE),
     "Mamba2Mixer": "Mamba 2 in a model without attention, whose sizes a run reads",
+    "GitSelfAttention": "it does not take its attention from transformers' registry",  # only its vision tower does
     "KimiLinearDeltaAttention": "Kimi Delta Attention: no operator here has a decay for each channel of a key",
     "Zamba2MambaMixer": "Mamba 2 between layers that share their weights, which blocks of a run cannot",
 }
-"By the class of a recurrent layer: why it is not in MIXERS."
+"By the class of a recurrent layer why it is not in MIXERS, and of other layers why no boundary holds their tokens."
 
 
 def mixers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mixer]]:
@@ -249,8 +244,7 @@ def use_operators(orig_model: PreTrainedModel) -> None:
         if mixer.documents_as != "documents":
             block = orig_model.get_submodule(path.rpartition(".")[0])
             block.register_forward_pre_hook(_renamed(mixer.documents_as), with_kwargs=True)
-        cls = next(cls for cls in type(layer).__mro__ if cls.__name__ in MIXERS)
-        module = sys.modules[cls.__module__]
+        module = sys.modules[layer.forward.__module__]
         for name, replacement in mixer.functions.items():
             original = getattr(module, name, None)
             if original is None:
@@ -277,10 +271,9 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     for name, inner in orig_model.named_modules():
         if reason := UNSUPPORTED.get(type(inner).__name__):
             return f"the layer {name} ({reason})"
-    known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    others = {"full_attention", "sliding_attention", attention.CHUNKED, structure.BESIDE_ATTENTION, "mlp", "moe"}
-    odd = kinds - others - {mixer.layer_type for *_, mixer in known}
+    others = {"full_attention", "sliding_attention", attention.CHUNKED, structure.BESIDE_ATTENTION}
+    odd = kinds - others - structure.without_attention(orig_model)
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"
     name = stray_convolution(orig_model)

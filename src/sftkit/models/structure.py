@@ -332,8 +332,10 @@ class Unneeded(NamedTuple):
     "products with a parameter, a token"
     head: int = 0
     encoder: int = 0
+    states: int = 0
+    "products with the states of recurrent layers that no backward pass goes through, a token"
     layers: float = 0.0
-    "share of the decoder's layers that no backward pass goes through, 0-1"
+    "share of the decoder's layers with attention that no backward pass goes through, 0-1"
     encoder_layers: float = 0.0
 
 
@@ -450,23 +452,31 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
     in_head = set(map(id, head))
     decoder_module = called(orig_model)[-1]
     encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)
-    body = in_encoder = 0
+    products = {id(next(layer.parameters())): mixer.products(layer) for layer, mixer in _recurrent(orig_model)}
+    kinds = getattr(orig_model.config.get_text_config(), "layer_types", None) or ()
+    alone = without_attention(orig_model)
+    typed = zip(decoder_blocks(orig_model), kinds, strict=False)
+    without = {id(p) for block, kind in typed if kind in alone for p in block.parameters()}
+    body = in_encoder = states = 0
     through: dict[bool, list[bool]] = {True: [], False: []}
-    "of the decoder (True) and before it, of each part with matrices: whether a backward pass goes through it"
+    """of the decoder (True) and before it, of each part with matrices and attention: whether a backward pass goes
+    through it
+    """
     for parameters, needed, module in parts:
+        states += 0 if needed else sum(products.get(id(p), 0) for p in parameters)
         matrices = [p for p in parameters if id(p) in met and id(p) not in in_head]
         for p in matrices:
             # Keys and values of encoded positions are computed in the decoder.
             inputs = encoded if module is decoder_module and id(p) in encoding else needed
-            products = met[id(p)] * ((not p.requires_grad) + (not inputs))
-            body += 0 if id(p) in encoding else products
-            in_encoder += products if id(p) in encoding else 0
-        if any(p.ndim >= 2 for p in matrices):
+            spared = met[id(p)] * ((not p.requires_grad) + (not inputs))
+            body += 0 if id(p) in encoding else spared
+            in_encoder += spared if id(p) in encoding else 0
+        if any(p.ndim >= 2 and id(p) not in without for p in matrices):
             through[module is decoder_module].append(needed)
     inputs = any(p.requires_grad for parameters, *_ in parts for p in parameters)
     of_head = sum(met[id(p)] * ((not p.requires_grad) + (not inputs)) for p in head)
     shares = [1 - sum(layers) / len(layers) if layers else 0.0 for layers in (through[True], through[False])]
-    return Unneeded(body, of_head, in_encoder, *shares)
+    return Unneeded(body, of_head, in_encoder, states, *shares)
 
 
 CROSS_KEYS = re.compile(
@@ -493,6 +503,20 @@ BESIDE_ATTENTION = "hybrid"
 "The type of layers with attention next to a recurrent part (Falcon-H1)."
 
 
+def _recurrent(orig_model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Return the recurrent layers, each with what it needs (models/hybrids.py)."""
+    if not has_convolutions(orig_model):
+        return []
+    from sftkit.models.hybrids import mixers
+
+    return [(layer, mixer) for _, layer, mixer in mixers(orig_model)]
+
+
+def without_attention(orig_model: torch.nn.Module) -> set[str]:
+    """Return the types of layers that have no attention."""
+    return {"mlp", "moe", *(mixer.layer_type for _, mixer in _recurrent(orig_model))}
+
+
 def has_convolutions(orig_model: torch.nn.Module) -> bool:
     """Return whether a model has convolutions over positions, as all with recurrent layers have (models/hybrids.py)."""
     return any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules())
@@ -512,17 +536,15 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
     config = orig_model.config.get_text_config()
     window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs write 0 for no window
     kinds = getattr(config, "layer_types", None)
-    without = {"mlp", "moe"}
     if has_convolutions(orig_model):
         from sftkit.models import hybrids
 
         if hybrids.stray_convolution(orig_model) is not None:
             return None  # state space models have such layers under any name in their config
-        without |= {mixer.layer_type for *_, mixer in hybrids.mixers(orig_model)}
-    if kinds is not None:
-        kinds = [kind for kind in kinds if kind not in without]
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
+    without = without_attention(orig_model)
+    kinds = [kind for kind in kinds if kind not in without]
     full = AttentionWindow(None)
     known = {"full_attention": full, BESIDE_ATTENTION: full, "sliding_attention": window}
     if chunk := getattr(config, "attention_chunk_size", None):
@@ -565,11 +587,8 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     less = counted.unneeded
     flops -= 2.0 * (less.body * work.tokens + less.head * work.targets)
     flops -= 2 / 3 * less.layers * per_pair * work.layer_pairs
-    if has_convolutions(orig_model):
-        from sftkit.models.hybrids import mixers
-
-        states = sum(mixer.products(layer) for _, layer, mixer in mixers(orig_model))
-        flops += (6.0 - 4.0 * less.layers) * states * work.tokens
+    states = sum(mixer.products(layer) for layer, mixer in _recurrent(orig_model))
+    flops += (6.0 * states - 4.0 * less.states) * work.tokens
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)

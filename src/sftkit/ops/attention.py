@@ -26,7 +26,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.pack import Layout
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.ops import flash, flex, tensors
 from sftkit.ops.flex import Scores, bidirectional_attention
 from sftkit.rundir.files import read_object, replace_shared
@@ -126,8 +126,10 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     """Route the model's attention through `attend`.
 
     Raises:
-        ConfigError: the model's code does not take its attention from transformers' registry.
+        ConfigError: the model's code does not take its attention from transformers' registry, or gives it no window.
     """
+    if type(orig_model).__name__ == "PhimoeForCausalLM" and orig_model.config.sliding_window:
+        raise config_error("window in the mask alone", window=orig_model.config.sliding_window)
     # The registry is the process's: registered again it is the same function, whatever the model.
     AttentionInterface.register(_NAME, attend)
     _set_implementation(orig_model, _NAME)
@@ -202,9 +204,7 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
             continue
         part.set_attn_implementation(name)
         if part.config._attn_implementation != name:
-            raise ConfigError(
-                f"{type(part).__name__} is not supported: it does not take its attention from transformers' registry"
-            )
+            raise config_error("attention of its own", name=type(part).__name__)
 
 
 def attend(
@@ -252,6 +252,8 @@ def attend(
     if documents.pieces is not None and getattr(module, "sftkit_chunked", False):
         documents = documents.pieces
     # Whatever the backend cannot compute is an error, never silently ignored.
+    if attention_mask is not None:
+        raise RuntimeError("its layers add numbers of their own to the scores, through the attention mask")
     if s_aux is not None and not BACKENDS[documents.backend].sinks:
         raise RuntimeError(f"attention backend {documents.backend} does not support sinks (s_aux)")
     if position_bias is not None and not BACKENDS[documents.backend].relative_positions:

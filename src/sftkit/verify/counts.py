@@ -4,13 +4,16 @@ rates, the FLOPs of a step, and the counts of the first window.
 
 import copy
 import math
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Decimal
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import ModuleList
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +32,7 @@ from sftkit.optim.protocol import learning_rate
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.runtime.hardware import peak_flops
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime, replaced
 from sftkit.tracking.names import Check, StepOutcome
 
 DOCUMENTS = 4
@@ -90,10 +93,8 @@ def validation_check(
         ids = examples[i].ids[examples[i].is_target]
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         num_bytes += len(str(text).encode("utf-8", errors="replace"))
-    by_hand = {
-        "val/loss": bits * float(np.log(2.0)) / max(targets, 1),
-        "val/bpb": bits / num_bytes if num_bytes else None,
-    }
+    per_byte = bits / num_bytes if num_bytes else None
+    by_hand = {"val/loss": bits * float(np.log(2.0)) / max(targets, 1), "val/bpb": per_byte}
     limit = SAME.get(orig_model.dtype, SAME[torch.bfloat16])
     same, words = True, []
     for name, value in by_hand.items():
@@ -115,7 +116,7 @@ def _number(value: float | None) -> str:
 
 RATES = 2000
 "Maximum number of steps whose learning rate is compared."
-SAME_RATE, SAME_COUNT, SAME_LOSS, SAME_FLOPS = 1e-9, 1e-6, 1e-4, 0.03
+SAME_RATE, SAME_COUNT, SAME_LOSS, SAME_FLOPS = 1e-9, 1e-6, 1e-4, 1e-3
 FLOPS_POSITIONS = 64
 "Positions of the document whose FLOPs are counted."
 
@@ -142,9 +143,8 @@ def rates_check(total_steps: int, optim: OptimConfig) -> Check:
     """Return the check of the learning rates of the whole run, including those around each change of the schedule."""
     edges = [0.0, optim.warmup_ratio, 1.0 - optim.decay_ratio, 1.0]
     near = [round(edge * total_steps) + offset for edge in edges for offset in range(-2, 4)]
-    chosen = np.unique(
-        np.clip([*near, *np.linspace(1, total_steps, min(total_steps, RATES))], 1, total_steps).astype(int)
-    )
+    spread = np.linspace(1, total_steps, min(total_steps, RATES))
+    chosen = np.unique(np.clip([*near, *spread], 1, total_steps).astype(int))
     expected = plain_rates(chosen, total_steps, optim)
     found = np.array([learning_rate(int(step), total_steps, optim) for step in chosen])
     off = np.abs(found - expected) / optim.lr
@@ -156,32 +156,78 @@ def rates_check(total_steps: int, optim: OptimConfig) -> Check:
     return Check("Learning rates follow the schedule", same, words, f"equal to {SAME_RATE:.0e} of optim.lr", how)
 
 
+def convolution(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return a causal convolution of [B, C, T], without a bias and an activation, as a product for each position and
+    channel. torch counts the gradient of a convolution's weights for every pair of channels.
+    """
+    size = weight.shape[1]
+    return (nn.functional.pad(x, (size - 1, 0)).unfold(-1, size, 1) @ weight[..., None])[..., 0]
+
+
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Return the gated delta rule of [B, T, N, K or V] as it is defined, one position after another."""
+    query, key = nn.functional.normalize(query, dim=-1), nn.functional.normalize(key, dim=-1)
+    state, out = value.new_zeros(key.shape[-1], value.shape[-1]), []
+    vectors, numbers = (query / math.sqrt(query.shape[-1]), key, value), (g.exp(), beta)
+    positions = *(x[..., None, :].unbind(1) for x in vectors), *(x[..., None, None].unbind(1) for x in numbers)
+    for q, k, v, kept, written in zip(*positions, strict=True):
+        state = state * kept
+        state = state + k.mT @ ((v - k @ state) * written)
+        out.append(q @ state)
+    return torch.stack(out, 1)[..., 0, :], None
+
+
+def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **given: Any) -> Tensor:
+    """Return Mamba2's recurrence of [B, T, N, P] as it is defined, one position after another."""
+    steps = nn.functional.softplus(dt + given["dt_bias"]).clamp(*given["dt_limit"])[..., None]
+    B, C = (vectors.repeat_interleave(x.shape[2] // vectors.shape[2], 2) for vectors in (B, C))
+    state, out = torch.zeros(()), []
+    positions = ((A[:, None] * steps)[..., None].exp(), (x * steps)[..., None], B[..., None, :], C[..., None])
+    for kept, new, b, c in zip(*(values.unbind(1) for values in positions), strict=True):
+        state = state * kept + new @ b
+        out.append(state @ c)
+    return torch.stack(out, 1)[..., 0] + given["D"][:, None] * x
+
+
+DEFINITIONS = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": scan, "causal_conv1d_fn": convolution}
+"""By the function of transformers that recurrent layers call: its definition in products that torch counts.
+transformers computes further products over chunks of positions, or sums that torch does not count.
+"""
+
+
 def flops_check(model: ModelWithLoss) -> Check:
     """Check the FLOPs counted in train/flops and the MFU against torch's own counter: a forward pass of transformers
     on the meta device, which computes nothing.
     """
-    name, expected = "FLOPs are those that torch counts", f"equal to {SAME_FLOPS:.0%}"
+    name, expected = "FLOPs are those that torch counts", f"equal to {SAME_FLOPS:.1%}, apart from norms and biases"
     how = f"a document of {FLOPS_POSITIONS} positions through transformers on the meta device, torch.utils.flop_counter"
     orig_model = model.orig_model
-    kinds = attention_windows(orig_model)
-    # Routers choose experts by computed values, which the meta device does not have.
-    # In recurrent layers torch computes further products, over chunks of positions.
-    recurrent = any(hybrids.mixers(orig_model))
-    experts = any(type(module).__name__.endswith("Experts") for module in orig_model.modules())
-    if kinds is None or recurrent or experts or orig_model.config.is_encoder_decoder:
-        words = "not counted for models with experts, an encoder, recurrent or other layers"
-        return Check(name, None, words, expected, how)
-    adapters = trained.adapters_of(orig_model)
-    if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
-        return Check(name, None, "not counted for adapters of the method dora", expected, how)
-    if len({member.config.rank for member in trained.members_in(orig_model)}) > 1:
-        return Check(name, None, "not counted for adapters of several ranks", expected, how)
+    kinds, adapters = attention_windows(orig_model), trained.adapters_of(orig_model)
+    odd = ["an encoder"] * orig_model.config.is_encoder_decoder
+    # Their only implementation computes every expert for every token, or reads which were chosen.
+    if not orig_model._can_set_experts_implementation():
+        odd += [f"experts in {t}" for t in {type(m).__name__ for m in orig_model.modules()} if t.endswith("Experts")]
+    odd += [hybrids.mixes_tokens(orig_model) or "unknown attention"] * (kinds is None)
+    if adapters is not None:
+        # DoRA's norms of rows do not depend on positions, and products of experts pad their factors.
+        odd += ["adapters of the method dora"] * (adapters.config.method == "dora")
+        padded = adapters.config.rank % 8 > 0 and any(name.endswith("experts") for name in adapters.modules)
+        odd += ["adapters of experts whose rank is no multiple of 8"] * padded
+    odd += ["adapters of several ranks"] * (len({m.config.rank for m in trained.members_in(orig_model)}) > 1)
+    if kinds is None or odd:
+        return Check(name, None, f"not counted for {odd[0]}", expected, how)
     frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:
-        with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
-            plain = load.from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
+        with torch.device("meta"), torch.set_grad_enabled(bool(frozen)), ExitStack() as stack:
+            plain = load.from_config(copy.deepcopy(orig_model.config), torch.float32).eval()
             plain.tie_weights()
+            # With shapes that do not depend on which experts the routers choose: meta has no values.
+            if plain._can_set_experts_implementation():
+                plain.set_experts_implementation("batched_mm")
+            for module in {sys.modules[layer.forward.__module__] for _, layer, _ in hybrids.mixers(plain)}:
+                for function in DEFINITIONS.keys() & vars(module):
+                    stack.enter_context(replaced(module, function, DEFINITIONS[function]))
             if adapters is not None:
                 from sftkit.models.adapters import add_adapters
 
@@ -190,18 +236,18 @@ def flops_check(model: ModelWithLoss) -> Check:
                 plain.get_parameter(parameter).requires_grad = False
             inputs_with_gradient(plain, [])
             # If given a mask, transformers makes none itself, which would read numbers.
-            mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
+            mask = torch.zeros(1, 1, length, length)
             of_layers = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-            masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
-            inputs = {
-                "input_ids": torch.zeros(1, length, dtype=torch.long),
-                "attention_mask": masks if "sliding_attention" in of_layers else mask,
-            }
+            masks = dict.fromkeys((*of_layers, "full_attention"), mask) | {"linear_attention": None, "conv": None}
+            ids, at = torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None]
+            seen = masks if of_layers - {"full_attention"} else mask
             # Of alike blocks two and one are counted: the difference is each further one. Tracing all takes seconds.
             blocks = decoder_blocks(plain)
-            lists = [m for m in plain.modules() if isinstance(m, ModuleList) and [*m] == blocks]
+            lists = [m for m in plain.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks]
             kinds_of_blocks = {tuple((n, p.shape, p.requires_grad) for n, p in b.named_parameters()) for b in blocks}
             alike = len(lists) == len(kinds_of_blocks) == 1 and len(blocks) > 2
+            # Counted here like matrices, by torch not at all.
+            others = sum(p.numel() for n, p in plain.named_parameters() if p.ndim < 2 or n.endswith("bias"))
             torchs = []
             for kept in (2, 1) if alike else (len(blocks),):
                 if alike:
@@ -209,7 +255,7 @@ def flops_check(model: ModelWithLoss) -> Check:
                 counter = FlopCounterMode(display=False)
                 with implementation(plain, "eager"), counter:
                     # In a step only positions with a target have logits: here one of them.
-                    out = plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
+                    out = plain(input_ids=ids, attention_mask=seen, position_ids=at, use_cache=False, logits_to_keep=1)
                     if frozen:
                         out.logits.sum().backward()
                 torchs.append(counter.get_total_flops())
@@ -220,8 +266,10 @@ def flops_check(model: ModelWithLoss) -> Check:
     pairs = sum(kinds.values()) * length**2
     ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / (1 if frozen else 3)
     total = torchs[-1] + (torchs[0] - torchs[-1]) * (len(blocks) - 1.0)
-    found = f"{ours:.4g} against {total:.4g} of {'both passes' if frozen else 'a forward pass'}"
-    return Check(name, abs(ours - total) <= SAME_FLOPS * total, found, expected, how)
+    found = f"{ours:.5g} against {total:.5g} of {'both passes' if frozen else 'a forward pass'}"
+    # The first trained block may begin with a projection, whose input needs no gradient, but counts as if it did.
+    limit = SAME_FLOPS * total * (10 if frozen else 1) + (6 if frozen else 2) * others * length
+    return Check(name, abs(ours - total) <= limit, found, expected, how)
 
 
 class FirstWindow:
@@ -270,9 +318,8 @@ class FirstWindow:
         # Ranks that share rows each hold a part of every row.
         shapes = [batch.shape for batch in step_batches.micro_batches]
         self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
-        self._losses.append(
-            (outcome.sums[self._model.objective.monitored].detach().clone(), outcome.flags.skipped, targets)
-        )
+        loss = outcome.sums[self._model.objective.monitored].detach().clone()
+        self._losses.append((loss, outcome.flags.skipped, targets))
 
     def _pairs_of(self, positions: int) -> int:
         """Return the (query, key) pairs of so many positions of a document, summed over layers."""
@@ -295,14 +342,9 @@ class FirstWindow:
         together = self._rt.topology.ranks_per_row * self._rt.topology.stages
         kept = [(loss, targets) for loss, skipped, targets in self._losses if not float(skipped) > 0]
         device = self._rt.device
-        own = torch.tensor(
-            [
-                *(self._tokens, self._unique, self._targets, self._again, self._positions, self._pairs),
-                sum(targets for _, targets in kept),
-            ],
-            dtype=torch.float32 if device.type == "mps" else torch.float64,
-            device=device,
-        )
+        counts = (self._tokens, self._unique, self._targets, self._again, self._positions, self._pairs)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        own = torch.tensor([*counts, sum(targets for _, targets in kept)], dtype=dtype, device=device)
         tokens, unique, targets, again, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
         pairs -= self._shared_pairs
         nats = float(self._rt.sum(torch.stack([loss.to(own) for loss, _ in kept]).sum())) if kept else math.nan
@@ -315,15 +357,13 @@ class FirstWindow:
             "perf/target_tok_per_sec": targets / seconds,
             "perf/tok_per_sec_per_gpu": tokens / seconds / self._rt.world_size,
             "train/loss": nats / learned if learned else math.nan,
+            "train/tokens": tokens if self._from_start else math.nan,
         }
         if self._kinds is not None:
             flops = train_flops(self._model.orig_model, Work(round(unique), round(targets - again), round(pairs)))
-            if self._from_start:
-                expected["train/flops"] = flops
+            expected["train/flops"] = flops if self._from_start else math.nan
             if peak := peak_flops(device):
                 expected["perf/mfu"] = flops / seconds / (peak * self._rt.world_size)
-        if self._from_start:
-            expected["train/tokens"] = tokens
         wrong = []
         for name, value in expected.items():
             limit = SAME_LOSS if name == "train/loss" else SAME_COUNT
@@ -332,6 +372,5 @@ class FirstWindow:
                 wrong.append(f"{name} is {logged:.6g}, not {value:.6g}")
         counted = f"{tokens:,.0f} tokens, {targets:,.0f} targets and {laid_out:,.0f} positions in {self._steps:,} steps"
         how = "ids and masks of the documents of the first logged steps, and the sum of their own losses"
-        return [
-            Check("Logged counts are those of the documents", not wrong, "; ".join(wrong or [counted]), "equal", how)
-        ]
+        found = "; ".join(wrong or [counted])
+        return [Check("Logged counts are those of the documents", not wrong, found, "equal", how)]
