@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_models import COMMON, FAMILIES
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -107,6 +108,19 @@ def test_the_definition_of_mamba2_computes_what_transformers_does() -> None:
     expected = modeling_bamba.mamba2_chunk_scan(x, steps, decay, B, C, **given, **more)
     found = counts.scan(x, steps, decay, B, C, **given, **more)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_positions_counted_alone_have_the_products_of_positions_one_after_another() -> None:
+    """A start counts them alone, since one after another takes seconds."""
+    query, key, value = (torch.randn(2, 7, 3, size, device="meta") for size in (8, 8, 5))
+    given = {"g": torch.randn(2, 7, 3, device="meta"), "beta": torch.randn(2, 7, 3, device="meta")}
+    in_order, alone = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with in_order:
+        expected, _ = counts.delta_rule(query, key, value, **given)
+    with alone:
+        found, _ = counts.apart(counts.delta_rule, query, key, value, **given)
+    assert found.shape == expected.shape
+    assert alone.get_total_flops() == in_order.get_total_flops() == 3 * 2 * (2 * 7 * 3) * 8 * 5
 
 
 def test_the_definition_of_a_convolution_computes_what_torch_does() -> None:

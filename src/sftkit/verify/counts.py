@@ -5,10 +5,11 @@ rates, the FLOPs of a step, and the counts of the first window.
 import copy
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,22 @@ def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **given: Any) -
     return torch.stack(out, 1)[..., 0] + given["D"][:, None] * x
 
 
-DEFINITIONS = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": scan, "causal_conv1d_fn": convolution}
+def apart(rule: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Return a rule of every position of [B, T, ...] alone: as many products as of one after another, in one call."""
+
+    def alone(value: Any) -> Any:
+        return value.flatten(0, 1)[:, None] if isinstance(value, Tensor) and value.ndim > 2 else value
+
+    found = rule(*map(alone, given), **{name: alone(value) for name, value in named.items()})
+    out = (found[0] if isinstance(found, tuple) else found)[:, 0].unflatten(0, given[0].shape[:2])
+    return (out, None) if isinstance(found, tuple) else out
+
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": partial(apart, delta_rule),
+    "mamba2_chunk_scan": partial(apart, scan),
+    "causal_conv1d_fn": convolution,
+}
 """By the function of transformers that recurrent layers call: its definition in products that torch counts.
 transformers computes further products over chunks of positions, or sums that torch does not count.
 """
