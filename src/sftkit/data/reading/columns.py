@@ -170,7 +170,7 @@ def _snake(name: str) -> str:
 
 
 KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
-_NAMES = frozenset(KNOWN)
+_NAMES = frozenset((*KNOWN, "name"))  # that of a tool next to its result
 _STANDARD = {_snake(name): name for name in KNOWN}
 
 
