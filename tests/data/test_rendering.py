@@ -9,9 +9,11 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
+from transformers.utils import chat_template_utils
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.tokens import sources, template
@@ -71,6 +73,60 @@ def test_an_operation_that_cannot_end_or_fails_rejects_the_conversation_at_once(
     with pytest.raises(TemplateError):
         render(source, {"messages": HI})
     assert time.monotonic() - began < 2
+
+
+MACRO = "{% macro f(a, b='!') %}[{{ a }}{{ b }}]{% endmacro %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        MACRO + "{{ f(1) }}{{ f(1, 2) }}{{ f(1, b=3) }}{{ f(b=4) }}{{ f() }}",
+        "{% macro f() %}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f() }}{{ f(1, x=2) }}",
+        "{% macro f(a) %}{{ a }}{{ caller(a) if caller }}{% endmacro %}{% call(b) f(1) %}{{ b }}!{% endcall %}{{ f(2) }}",
+        "{% macro f(a) %}<{{ a }}>{% endmacro %}{% autoescape true %}{{ f('<b>') ~ '<i>' }}{% endautoescape %}{{ f('<b>') }}",
+        MACRO
+        + "{% for m in messages %}{{ f(loop.index) }}{% generation %}{{ f(m.content) }}é{% endgeneration %}\n{% endfor %}",
+        "{% set x %}a{% generation %}bc{% endgeneration %}{% endset %}d{% generation %}{% endgeneration %}{{ x ~ 1 }}",
+        "{% set range = [7] %}{{ range }}{{ dict(a=1) }}",
+    ],
+)
+def test_macros_and_marks_come_out_as_transformers_renders_them(source: str) -> None:
+    compiled = chat_template_utils._compile_jinja_template(source)
+    given: dict[str, Any] = {"messages": HI, "tools": None, "documents": None, "add_generation_prompt": False}
+    text, spans = chat_template_utils._render_with_assistant_indices(compiled, **given)
+    for _ in range(2):  # nothing of a rendering stays for the next one
+        assert render(source, given, marks=True) == (text, spans)
+    assert render(source, given) == (text, [])
+
+
+def test_a_rendering_knows_no_variable_of_an_earlier_one() -> None:
+    found = [render("{{ x }}{{ range }}", given)[0] for given in ({"x": 1, "range": 2}, {"range": 3}, {"x": 4})]
+    assert found[:2] == ["12", "3"]
+    assert found[2].startswith("4<function safe_range")
+
+
+def test_a_macro_that_is_called_with_too_much_rejects_the_conversation() -> None:
+    for call in ("f(1, 2, 3)", "f(1, c=2)"):
+        with pytest.raises(TemplateError, match="macro 'f' takes n"):
+            render(MACRO + f"{{{{ {call} }}}}", {})
+
+
+def test_a_template_calls_no_private_attribute_and_no_function_that_is_unsafe() -> None:
+    def unsafe() -> str:
+        return "called"
+
+    unsafe.unsafe_callable = True  # type: ignore[attr-defined]
+    for call in (
+        "f._func(1)",
+        "f.__init__()",
+        "messages.append(1)",
+        "messages.__len__()",
+        "unsafe()",
+        "''.__class__()",
+    ):
+        with pytest.raises(SecurityError):
+            render(MACRO + f"{{{{ {call} }}}}", {"messages": HI, "unsafe": unsafe})
 
 
 def test_small_products_and_powers_are_computed() -> None:

@@ -290,25 +290,56 @@ def test_words_that_are_kept_are_limited(of_steps: Any, monkeypatch: pytest.Monk
     assert long not in encoder
 
 
+def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each text is added that is split from now on."""
+    found: list[str] = []
+    split = words.Parts.__missing__
+    monkeypatch.setattr(words.Parts, "__missing__", lambda self, text: found.append(text) or split(self, text))
+    return found
+
+
 def test_a_long_piece_that_recurs_is_split_once_and_pieces_that_are_kept_are_limited(
     of_steps: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "MOST_PIECES", 2)
     monkeypatch.setattr(words, "LONG_PIECES", range(10, 100))
+    monkeypatch.setattr(words, "LONGEST_WORD", 2)
     backend = of_steps(byte_level())
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     encoder = word_encoder(backend)
     assert isinstance(encoder, Words)
-    split_of: list[str] = []
-    by_words = encoder._words
-    monkeypatch.setattr(encoder, "_words", lambda piece: split_of.append(piece) or by_words(piece))
+    split_of = splits(monkeypatch)
     tools, long = "She sells sea shells", "by the sea shore " * 6
     for answer in ("one", "two", "one", "the sea shore", "the sea shells"):
         text = f"{tools}<end>{answer}<end>{long}"
         ids = encoder.encode(text, split=False)
         assert ids is not None
         assert ids.tolist() == alone(backend, text)
-    # Short and longest pieces are never kept; the third that is kept takes the place of the others.
+    # Longest pieces are never kept; the third that is kept takes the place of the others.
     assert [split_of.count(piece) for piece in (tools, "one", long)] == [1, 2, 5]
     encoder.encode(tools, split=False)
     assert split_of.count(tools) == 2
+
+
+def test_a_short_part_between_two_splits_is_split_once_and_parts_that_are_kept_are_limited(
+    of_steps: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = of_steps(*STEPS["smollm2"])
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    encoder = word_encoder(backend)
+    assert isinstance(encoder, Words)
+    split_of = splits(monkeypatch)
+
+    def encode_all(*numbers: str) -> None:
+        for number in numbers:
+            text = f"tool\n<end>\n<end>{number} shells and {number}0 more"
+            ids = encoder.encode(text, split=False)
+            assert ids is not None
+            assert ids.tolist() == alone(backend, text)
+
+    encode_all("1", "23", "123", "4567", "1")
+    assert split_of.count(" shells and ") == 1
+    assert split_of.count("\n") == 2  # by digits, then by words
+    monkeypatch.setattr(words, "MOST_PARTS", 3)
+    encode_all("89", "5")
+    assert len(encoder._parts) <= 3

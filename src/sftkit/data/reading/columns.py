@@ -133,8 +133,8 @@ MESSAGE = ("role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING)
 "Keys of a message that are read, the reasoning and calls those of an answer."
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 "Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
-CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
-"Keys of a tool call."
+_OF_FUNCTIONS = frozenset(("name", *ARGUMENTS))
+_OF_CALLS = _OF_FUNCTIONS.union(("type", "function", "id"))
 _MARKS = frozenset((*MARKS, *MARKS_OF_PARTS))
 REJECTED_KEYS = {
     "refusal": "put its text into content",
@@ -170,7 +170,7 @@ def _snake(name: str) -> str:
 
 
 KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
-_NAMES = frozenset(KNOWN)
+_NAMES = frozenset((*KNOWN, "name"))  # that of a tool next to its result
 _STANDARD = {_snake(name): name for name in KNOWN}
 
 
@@ -464,29 +464,26 @@ def unused_keys(
         reasoning: the reasoning of answers is read.
     """
     found: dict[str, None] = {}
-    answer = ("tool_calls", *REASONING) if reasoning else ("tool_calls",)
+    of_answers = _READ.union(("tool_calls", *REASONING) if reasoning else ("tool_calls",))
     for message in messages:
-        role = message["role"]
-        parts = message.get("content")
         if is_plain(message):
             continue
-        for key in message.keys() - _READ:
-            known = is_metadata(key) or (role == "assistant" and key in answer)
-            if not known and not is_empty(message[key]) and not renders(role, key):
+        role = message["role"]
+        for key in message.keys() - (of_answers if role == "assistant" else _READ):
+            if not is_metadata(key) and not is_empty(message[key]) and not renders(role, key):
                 found[f"message key {_shown(key)}"] = None
+        parts = message.get("content")
         for part in parts if isinstance(parts, list) else ():
             found.update((f"content part key {name}", None) for name in unread_keys(part, ("type", "text")))
         for call in message.get("tool_calls") or ():
-            function = call.get("function")
-            for value, prefix, known_keys in ((call, "", CALL_KEYS), (function, "function.", CALL_KEYS[2:])):
-                for name in unread_keys(value, known_keys):
-                    found[f"tool call key {prefix}{name}"] = None
+            for value, prefix, known in ((call, "", _OF_CALLS), (call.get("function"), "function.", _OF_FUNCTIONS)):
+                found.update((f"tool call key {prefix}{name}", None) for name in unread_keys(value, known))
     return tuple(sorted(found))
 
 
 def unread_keys(value: object, known: Collection[str]) -> list[str]:
     """Return the keys of an object that are neither known nor metadata, as they are shown; none of anything else."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or all(map(known.__contains__, value)):
         return []
     return [_shown(k) for k in value if k not in known and not is_metadata(k) and not is_empty(value[k])]
 

@@ -166,10 +166,10 @@ def _tool_call(call: Message, where: str) -> Message:
     if not isinstance(function.get("name"), str):
         raise DataError(f"{where} has no function name", reason="malformed tool call")
     given = {key: function.pop(key) for key in ARGUMENTS if key in function}
-    if len([key for key, value in given.items() if not is_empty(value)]) > 1:
+    said = [value for value in given.values() if not is_empty(value)]
+    if len(said) > 1:
         raise DataError(f"{where} has {' and '.join(given)}: keep one", reason="malformed tool call")
-    said = next((value for value in given.values() if not is_empty(value)), given.get("arguments"))
-    function["arguments"] = _arguments(said)
+    function["arguments"] = _arguments(said[0] if said else given.get("arguments"))
     # Ids and whatever else the data has stay, since templates may write them.
     kept = {key: value for key, value in call.items() if key not in ("function", "name", *ARGUMENTS)}
     return {"type": "function", **kept, "function": function}

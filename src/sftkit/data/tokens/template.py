@@ -14,11 +14,13 @@ import os
 import re
 import signal
 import time
+from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal looks for an enum: ten times the cost
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import current_thread, main_thread
+from types import MethodType
 from typing import Any, TypeVar
 
 from jinja2 import nodes
@@ -80,7 +82,7 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     global _run
     if current_thread() is not main_thread():
         return work(*args, **options)
-    if signal.getsignal(signal.SIGVTALRM) is not _check_limits:
+    if getsignal(signal.SIGVTALRM) is not _check_limits:
         signal.signal(signal.SIGVTALRM, _check_limits)
     try:
         _run = _Run()
@@ -137,15 +139,16 @@ def _check_limits(_signal: int, _frame: object) -> None:
 
 def _rendered(source: str, variables: dict[str, Any], *, marks: bool) -> tuple[str, list[Span]]:
     """Return the text and, with `marks`, the marked spans, as transformers does with return_assistant_tokens_mask. That
-    joins all of the text so far for every answer, which takes minutes for a conversation of thousands. Here the tracker
-    is given an empty list of blocks, and spans are moved to where the text ends."""
-    compiled = _compiled(source)
+    joins all of the text so far for every answer, which takes minutes for a conversation of thousands. Here spans begin
+    where the text ends so far."""
+    compiled, known = _compiled(source)
     found = list[str]()
     spans = _Spans()
     length = 0
+    context = compiled.new_context({**known, **variables}, shared=True)
     # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
     with compiled.environment.activate_tracker([], spans) if marks else nullcontext():
-        for block in compiled.root_render_func(compiled.new_context(variables)):  # render() without the join at its end
+        for block in compiled.root_render_func(context):  # render() without the join at its end
             found.append(block)
             spans.length = length = length + str.__len__(block)  # a text that is watched (shapes) would note len
             if length > MAX_RENDERED:
@@ -154,23 +157,27 @@ def _rendered(source: str, variables: dict[str, Any], *, marks: bool) -> tuple[s
 
 
 class _Spans(list[Span]):
-    """Spans of a text, noted from where it ends so far."""
+    """Spans of a text of which the first `length` characters are complete."""
 
     length = 0
-
-    def append(self, span: Span) -> None:
-        """Add a span, moved to where the text ends so far."""
-        super().append((self.length + span[0], self.length + span[1]))
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
-def _compiled(source: str) -> Any:
-    """Compile a template in transformers' own environment, in which * and ** are limited: a power of large
-    numbers is one instruction that ends in hours, and no signal ends it. Jinja computes constants here, so this
-    is a rendering too."""
+def _compiled(source: str) -> tuple[Any, dict[str, Any]]:
+    """Compile a template; return it with the names that it finds besides its variables. Jinja computes constants here,
+    so this is a rendering too."""
+    compiled = _environment().from_string(source)
+    compiled.root_render_func.__globals__["str_join"] = _joined  # of the operator ~
+    return compiled, dict(compiled.globals)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    """Return transformers' own environment, in which * and ** are limited: a power of large numbers is one instruction
+    that ends in hours, and no signal ends it."""
     # Private, but the only way to its filters and marks. The environment is that of the empty template.
     environment: Any = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**"})
@@ -194,14 +201,24 @@ def _compiled(source: str) -> Any:
         return owner[name] if name in owner else environment.undefined(obj=owner, name=name)
 
     call = environment.call
+    tracker = next(one for one in environment.extensions.values() if hasattr(one, "activate_tracker"))
+    generation = tracker._generation_support
 
-    def called(context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
-        # Call a macro as Jinja does, without its tests of marks that no macro has.
-        if type(function) is not Macro:
-            return call(context, function, *args, **named)
-        named.pop("_loop_vars", None)
-        named.pop("_block_vars", None)
-        return function(context.eval_ctx, *args, **named)
+    def called(
+        context: Any, function: Any, /, *args: Any, _loop_vars: Any = None, _block_vars: Any = None, **named: Any
+    ) -> Any:
+        # Call macros as Jinja does, without its tests of marks that no macro has.
+        if type(function) is Macro:
+            takes_more = named or function.caller or function.catch_kwargs or function.catch_varargs
+            if takes_more or len(args) != function._argument_count or context.eval_ctx.autoescape:
+                return function(context.eval_ctx, *args, **named)
+            return function._func(*args)
+        if type(function) is MethodType and function == generation:
+            text = called(context, named["caller"])
+            if (spans := tracker._generation_indices) is not None:
+                spans.append((spans.length, spans.length + len(text)))
+            return text
+        return call(context, function, *args, _loop_vars=_loop_vars, _block_vars=_block_vars, **named)
 
     write = json.JSONEncoder(ensure_ascii=False).encode
     tojson = environment.filters["tojson"]
@@ -210,15 +227,19 @@ def _compiled(source: str) -> Any:
     environment.getattr = attribute_of
     environment.call = called
     environment.concat = _joined
-    compiled = environment.from_string(source)
-    compiled.root_render_func.__globals__["str_join"] = _joined  # of the operator ~
-    return compiled
+    return environment
+
+
+_PLAIN = frozenset((str,))
 
 
 def _joined(parts: Iterable[Any]) -> str:
     """Join texts; with one that notes how a template looks at it (shapes), the whole notes it, too."""
-    texts = [*map(str, parts)]
-    watched: Any = next((one for one in texts if type(one) is not str and hasattr(one, "of")), None)
+    texts = [*parts]
+    if _PLAIN.issuperset(map(type, texts)):
+        return "".join(texts)
+    texts = [*map(str, texts)]
+    watched: Any = next((one for one in texts if hasattr(one, "of")), None)
     whole = "".join(texts)
     return whole if watched is None else watched.of(whole)
 
@@ -301,7 +322,7 @@ _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}
 "Matches what `with_arguments` puts before a template."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by its identity: to hash the fields takes as long as to check a message
 class Template:
     """A chat template and what rendering a small probe conversation shows about it."""
 
@@ -332,7 +353,7 @@ class Template:
     "Its text has <think>, and it renders a thinking block at the beginning of an answer's content."
     append_only: bool
     "An answer is rendered in the middle of a conversation as it was when it was the last message."
-    whole_shapes: set[Hashable] = field(default_factory=set, compare=False)
+    whole_shapes: set[Hashable] = field(default_factory=set)
     "Shapes of conversations of which it is known that all of them is rendered, see context.check_context."
 
     @property

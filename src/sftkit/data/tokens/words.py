@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,15 @@ from tokenizers import Tokenizer
 from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens.encode import BYTE_OF
 
-MOST_WORDS = 2**17
-"Words that are kept, some 100 bytes each."
+MOST_WORDS, MOST_PARTS = 2**17, 2**14
+"Words that are kept, some 100 bytes each, and parts of texts between two splits, some 300 bytes each."
 LONGEST_WORD = 64
-"Characters of a word that is kept."
+"Characters of a word or part that is kept."
 LONG_PIECES, MOST_PIECES = range(512, 2**14), 2**9
 """Lengths of the texts between added tokens whose ids are cached, in characters, and the largest number of these texts:
 tools and system prompts recur."""
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"The pattern of ByteLevel: byte_level.rs of tokenizers."
+GPT2 = r"\p{L}+| \p{L}+|'(?:[stmd]|re|ve|ll)| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"The pattern of ByteLevel (byte_level.rs of tokenizers), with the most frequent words first."
 PROBE = "It's I'LL 'twas 1234 a12 12  b\n\n c\r\n\t!? _x() ../é½٣世界の한글 ไทย عربى \u00a0«…»€ a\u0301\n "
 "Text that a tokenizer must split as here."
 _CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
@@ -39,6 +38,25 @@ def keep(kept: dict[str, Any], key: str, value: object, most: int) -> None:
     if len(kept) >= most:
         kept.clear()
     kept[key] = value
+
+
+class Parts(dict[str, bytes]):
+    """Text -> its ids, int32, which are those of its parts; kept if it is short: names and line breaks recur."""
+
+    def __init__(self, pattern: str, parts: dict[str, bytes]) -> None:
+        """Split by a pattern: parts are what it matches and what is between."""
+        self._findall = re.compile(pattern).findall
+        self._split = re.compile(f"({pattern})").split
+        self._parts = parts
+
+    def __missing__(self, text: str) -> bytes:
+        found = self._findall(text)
+        if sum(map(len, found)) != len(text):  # between matches there are parts too
+            found = list(filter(None, self._split(text)))
+        ids = b"".join(map(self._parts.__getitem__, found))
+        if len(text) <= LONGEST_WORD:
+            keep(self, text, ids, MOST_PARTS)
+        return ids
 
 
 class Words(dict[str, bytes]):
@@ -59,7 +77,9 @@ class Words(dict[str, bytes]):
         self._special = {token.content for token in added.values() if token.special}
         self._split = re.compile(f"({special_pattern(tuple(self._added)).pattern})").split
         self._pieces: dict[str, bytes] = {}
-        self._stages = [(re.compile(one).findall, re.compile(f"({one})").split) for one in patterns]
+        self._parts: dict[str, bytes] = self
+        for pattern in reversed(patterns):
+            self._parts = Parts(pattern, self._parts)
 
     def __missing__(self, word: str) -> bytes:
         characters = "".join(map(_CHARACTERS.__getitem__, word.encode()))
@@ -84,21 +104,12 @@ class Words(dict[str, bytes]):
         return np.frombuffer(b"".join(pieces), np.int32)
 
     def _ids(self, piece: str) -> bytes:
+        if len(piece) not in LONG_PIECES:
+            return self._parts[piece]
         if (ids := self._pieces.get(piece)) is None:
-            ids = b"".join(map(self.__getitem__, self._words(piece)))
-            if len(piece) in LONG_PIECES:
-                keep(self._pieces, piece, ids, MOST_PIECES)
+            ids = self._parts[piece]
+            keep(self._pieces, piece, ids, MOST_PIECES)
         return ids
-
-    def _words(self, piece: str) -> list[str]:
-        words = [piece]
-        for findall, _ in self._stages:
-            words = list(chain.from_iterable(map(findall, words)))
-        if sum(map(len, words)) != len(piece):  # between matches there are words too
-            words = [piece]
-            for _, split in self._stages:
-                words = list(filter(None, chain.from_iterable(map(split, words))))
-        return words
 
 
 def word_encoder(backend: Tokenizer) -> Words | None:
