@@ -35,7 +35,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory import remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan, oom_advice, shape_of
+from sftkit.memory.plan import MemoryPlan, against_measured, make_plan, oom_advice, shape_of
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.optim.protocol import build_optimizer
 
@@ -159,7 +159,7 @@ def test_replayed_graphs_hold_more_as_was_measured(model: str, reserved: float) 
 def test_a_recipe_with_replayed_graphs_is_planned_with_their_pool() -> None:
     cfg = recipe()
     graphs = replace(cfg, compile=replace(cfg.compile, mode="reduce-overhead"))
-    plain, replayed = (make_plan(one, qwen3("0.6B"), packed(), runtime(), Fixed(H200)) for one in (cfg, graphs))
+    plain, replayed = (make_plan(one, qwen3("0.6B"), packed(), runtime(), total_bytes=H200) for one in (cfg, graphs))
     assert plain.estimate is not None
     assert replayed.estimate is not None
     pool = 2 * 2 * 1024 * 28 * 16_384  # input and gradient of each block, bf16
@@ -216,7 +216,7 @@ def test_presets_set_budget_and_optimizer(
     cfg = recipe(train=TrainConfig(memory=memory_preset, max_steps=1))  # type: ignore[arg-type]
     for installed in (True, False):
         monkeypatch.setattr(memory, "find_spec", lambda name, there=installed: there or None)
-        plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
+        plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), total_bytes=H200)
         assert plan.activation_memory_budget == kept_share
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
 
@@ -233,8 +233,8 @@ def test_adapters_on_weights_that_are_too_large_in_bf16_are_offered_nf4() -> Non
     cfg = recipe(adapter=AdapterConfig(rank=16), train=TrainConfig(memory="low", max_steps=1))
     model = llama_70b(cfg.adapter)
     with pytest.raises(ConfigError, match=r"any row length. This setting lets it fit, .*: adapter.base=nf4\."):
-        make_plan(cfg, model, packed(8192), runtime(), Fixed(80 * GIB))
-    plan = make_plan(cfg, model, packed(8192), runtime(), Fixed(H200))
+        make_plan(cfg, model, packed(8192), runtime(), total_bytes=80 * GIB)
+    plan = make_plan(cfg, model, packed(8192), runtime(), total_bytes=H200)
     (way,) = [w for w in remedies.remedies(plan, packed(8192), cfg.data, cfg.compile, cfg.optim) if "nf4" in w.text]
     assert way.saved_bytes == pytest.approx((165.5 - 71.3) * GIB, rel=0.01)
     assert way.on_resume == ()
@@ -251,7 +251,7 @@ def test_70b_in_nf4_fits_one_h200_as_far_as_it_is_recomputed(
     """Llama 3.3 70B with adapters of rank 16. In bf16 the weights alone take 131.8 GiB."""
     cfg = recipe(adapter=AdapterConfig(rank=16, base="nf4"), train=TrainConfig(memory=preset, max_steps=1))
     model = llama_70b(cfg.adapter)
-    plan = make_plan(cfg, model, packed(row_length), runtime(), Fixed(H200))
+    plan = make_plan(cfg, model, packed(row_length), runtime(), total_bytes=H200)
     assert plan.estimate is not None
     assert plan.estimate.weights == pytest.approx(37.2 * GIB, rel=0.002)
     assert plan.estimate.total == pytest.approx(peak * GIB, rel=0.01)
@@ -271,7 +271,7 @@ def test_a_pipeline_gets_no_optimizer_that_refuses_a_weight_of_two_stages(monkey
     rt = runtime()
     rt.topology = Topology(stages=2)
     cfg = recipe(train=TrainConfig(memory="low", max_steps=1, engine="pipeline"))
-    plan = make_plan(cfg, qwen3("0.6B"), packed(), rt, Fixed(H200))
+    plan = make_plan(cfg, qwen3("0.6B"), packed(), rt, total_bytes=H200)
     assert plan.optim.name == "adamw_sr"
     assert plan.setup is not None
     assert [option for option, _ in remedies.smaller_states(plan.setup)] == []
@@ -285,7 +285,7 @@ def test_settings_that_are_named_win_over_the_preset() -> None:
         optim=OptimConfig(name="adamw", lr=1.0),
         compile=CompileConfig(activation_memory_budget=0.7),
     )
-    plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
+    plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), total_bytes=H200)
     assert (plan.optim, plan.activation_memory_budget) == (OptimConfig(name="adamw", lr=1.0), 0.7)
 
 
@@ -295,7 +295,7 @@ def test_auto_is_adamw_where_it_fits_else_stochastic_rounding_of_bf16_weights() 
     assert needed is not None
 
     def chosen(total_bytes: int | None, precision: str = "bf16") -> str:
-        return make_plan(recipe(), model, packed(), runtime(precision), Fixed(total_bytes)).optim.name
+        return make_plan(recipe(), model, packed(), runtime(precision), total_bytes=total_bytes).optim.name
 
     assert chosen(int(needed.total / 0.92) + 1) == "adamw"
     assert chosen(int(needed.total / 0.92) - GIB) == "adamw_sr"
@@ -306,15 +306,15 @@ def test_auto_is_adamw_where_it_fits_else_stochastic_rounding_of_bf16_weights() 
 def test_the_optimizer_is_one_that_fits_on_every_rank() -> None:
     rt = runtime()
     rt.any_rank = lambda flag: True
-    assert make_plan(recipe(), qwen3("0.6B"), packed(), rt, Fixed(H200)).optim.name == "adamw_sr"
+    assert make_plan(recipe(), qwen3("0.6B"), packed(), rt, total_bytes=H200).optim.name == "adamw_sr"
 
 
 @pytest.mark.parametrize("compile", [CompileConfig(enabled=False), CompileConfig(backend="eager")])
 def test_uncompiled_runs_save_memory_by_gradient_checkpointing(compile: CompileConfig) -> None:
     speed, balanced = qwen3("0.6B"), qwen3("0.6B")
-    first = make_plan(recipe(compile=compile), speed, packed(), runtime(), Fixed(H200))
+    first = make_plan(recipe(compile=compile), speed, packed(), runtime(), total_bytes=H200)
     train = TrainConfig(memory="balanced", max_steps=1)
-    second = make_plan(recipe(compile=compile, train=train), balanced, packed(), runtime(), Fixed(H200))
+    second = make_plan(recipe(compile=compile, train=train), balanced, packed(), runtime(), total_bytes=H200)
     assert (speed.is_gradient_checkpointing, balanced.is_gradient_checkpointing) == (False, True)
     assert first.estimate is not None
     assert second.estimate is not None
@@ -325,7 +325,7 @@ def test_uncompiled_runs_save_memory_by_gradient_checkpointing(compile: CompileC
 
 def test_compiled_runs_leave_gradient_checkpointing_alone() -> None:
     model = qwen3("0.6B")
-    make_plan(recipe(train=TrainConfig(memory="low", max_steps=1)), model, packed(), runtime(), Fixed(H200))
+    make_plan(recipe(train=TrainConfig(memory="low", max_steps=1)), model, packed(), runtime(), total_bytes=H200)
     assert not model.is_gradient_checkpointing
 
 
@@ -334,11 +334,11 @@ def test_an_uncompiled_model_without_gradient_checkpointing_is_refused() -> None
     model.supports_gradient_checkpointing = False
     cfg = recipe(compile=CompileConfig(enabled=False), train=TrainConfig(memory="low", max_steps=1))
     with pytest.raises(ConfigError, match=r"train.memory=low: .* compile.enabled=true or train.memory=speed"):
-        make_plan(cfg, model, packed(), runtime(), Fixed(H200))
+        make_plan(cfg, model, packed(), runtime(), total_bytes=H200)
 
 
 def test_the_line_names_preset_optimizer_and_the_parts_of_the_peak() -> None:
-    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("1.7B"), packed(), runtime(), Fixed(H200))
+    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("1.7B"), packed(), runtime(), total_bytes=H200)
     assert plan.line.startswith(
         "memory: speed, optimizer adamw_sr, 0.9 of the activations kept; estimated peak 35.1 GiB of 140.0 GiB"
     )
@@ -361,7 +361,7 @@ def test_the_line_names_preset_optimizer_and_the_parts_of_the_peak() -> None:
 )
 def test_every_architecture_gets_a_plan(model_type: str, sizes: dict[str, Any]) -> None:
     model = on_meta(model_type, vocab_size=128, **sizes)
-    plan = make_plan(recipe(), model, packed(128), runtime(), Fixed(H200))
+    plan = make_plan(recipe(), model, packed(128), runtime(), total_bytes=H200)
     assert plan.optim.name == "adamw"
     if model_type == "mamba":  # no attention heads, so no sizes that the formula knows
         assert (plan.setup, plan.estimate) == (None, None)
@@ -383,8 +383,8 @@ def test_sizes_come_from_the_fields_of_each_config() -> None:
 
 def test_what_cannot_fit_is_one_warning_with_the_settings_that_fit(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        make_plan(recipe(), qwen3("8B"), packed(rows=4), runtime(), Fixed(80 * GIB))
-        make_plan(recipe(), qwen3("0.6B"), packed(), runtime(), Fixed(H200))
+        make_plan(recipe(), qwen3("8B"), packed(rows=4), runtime(), total_bytes=80 * GIB)
+        make_plan(recipe(), qwen3("0.6B"), packed(), runtime(), total_bytes=H200)
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "of the device's 80.0 GiB and may run out" in warning
     assert re.search(r"These settings together let it fit, at an estimated [67]\d\.\d GiB: train\.micro_batch", warning)
@@ -400,7 +400,7 @@ def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it_if_th
     rt.topology = Topology(replicas=world_size)
     layout = packed(accumulation=2 if world_size == 1 else 1, world_size=world_size)
     with caplog.at_level(logging.WARNING):
-        make_plan(recipe(), qwen3("8B"), layout, rt, Fixed(80 * GIB))
+        make_plan(recipe(), qwen3("8B"), layout, rt, total_bytes=80 * GIB)
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "This setting lets it fit, at an estimated " in warning
     assert warning.endswith(f": {setting}")
@@ -428,9 +428,9 @@ def test_a_model_that_no_rows_make_room_for_is_refused(
     rt.topology = topology
     layout = packed(row_length=2048, world_size=topology.world_size)
     with pytest.raises(ConfigError, match=rf"parameters take .* on each GPU, which has {gpu_gib}\.0 GiB") as refused:
-        make_plan(cfg, qwen3("8B"), layout, rt, Fixed(gpu_gib * GIB))
+        make_plan(cfg, qwen3("8B"), layout, rt, total_bytes=gpu_gib * GIB)
     assert ways in str(refused.value)
-    make_plan(cfg, qwen3("8B"), layout, rt, Fixed(H200))  # estimated, and perhaps warned of
+    make_plan(cfg, qwen3("8B"), layout, rt, total_bytes=H200)  # estimated, and perhaps warned of
 
 
 def test_what_is_held_at_least_is_less_than_any_step_takes() -> None:
@@ -451,7 +451,7 @@ def advice(plan: MemoryPlan, cfg: Config, layout: Layout) -> AbstractContextMana
 
 
 def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: str = "bf16") -> list[str]:
-    plan = make_plan(cfg, model, layout, runtime(precision), Fixed(H200))
+    plan = make_plan(cfg, model, layout, runtime(precision), total_bytes=H200)
     with pytest.raises(ConfigError) as raised, advice(plan, cfg, layout):
         raise oom()
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
@@ -492,7 +492,7 @@ def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch
 def test_the_settings_that_fit_together_and_change_least_are_found(size: int, expected: str | None, monkeypatch: Any) -> None:  # fmt: skip
     monkeypatch.setattr(memory, "find_spec", lambda name: None)
     cfg = recipe(optim=OptimConfig(name="adamw"))
-    plan = make_plan(cfg, qwen3("1.7B"), packed(rows=6), runtime(), Fixed(None))
+    plan = make_plan(cfg, qwen3("1.7B"), packed(rows=6), runtime(), total_bytes=None)
     assert plan.setup is not None
     found = remedies.combination(plan.setup, size * GIB, cfg.data, cfg.compile, cfg.optim)
     assert (found and " ".join(found.settings)) == expected
@@ -500,7 +500,7 @@ def test_the_settings_that_fit_together_and_change_least_are_found(size: int, ex
 
 
 def test_a_run_that_does_not_fit_is_told_which_settings_together_do(caplog: pytest.LogCaptureFixture) -> None:
-    make_plan(recipe(optim=OptimConfig(name="adamw")), qwen3("1.7B"), packed(rows=6), runtime(), Fixed(40 * GIB))
+    make_plan(recipe(optim=OptimConfig(name="adamw")), qwen3("1.7B"), packed(rows=6), runtime(), total_bytes=40 * GIB)
     assert "These settings together let it fit, at an estimated 36.6 GiB: train.micro_batch_size=1 " in caplog.text
 
 
@@ -554,7 +554,7 @@ def test_a_named_budget_is_lowered_itself() -> None:
 )
 def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, setting: str) -> None:
     cfg = recipe(optim=OptimConfig(name="adamw_sr"), train=TrainConfig(memory="low", max_steps=1))
-    plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), Fixed(H200))
+    plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), total_bytes=H200)
     assert plan.setup is not None
     ((text, after),) = remedies._smaller_batch(plan.setup, cfg.data)
     assert text == setting
@@ -566,7 +566,7 @@ def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, s
 @pytest.mark.parametrize("kind", ["packed", "tree"])
 def test_shorter_documents_come_with_shorter_rows_if_the_recipe_sets_these(kind: Any) -> None:
     layout = replace(packed(2048), kind=kind)
-    plan = make_plan(recipe(), qwen3("0.6B"), layout, runtime(), Fixed(H200))
+    plan = make_plan(recipe(), qwen3("0.6B"), layout, runtime(), total_bytes=H200)
     assert plan.setup is not None
     ((text, _),) = remedies._smaller_batch(plan.setup, replace(recipe().data, row_length=2048))
     assert text == "data.max_length=1024 data.row_length=1024"
@@ -595,7 +595,7 @@ def test_other_errors_pass_through() -> None:
 
 
 def test_the_comparison_leaves_out_what_the_allocator_does_not_count() -> None:
-    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("0.6B"), packed(), runtime(), Fixed(H200))
+    plan = make_plan(recipe(optim=OptimConfig(name="adamw_sr")), qwen3("0.6B"), packed(), runtime(), total_bytes=H200)
     assert against_measured(plan, 19.4) == "memory: peak 19.4 GiB measured in the warm-up, 20.4 GiB estimated, +5%"
 
 

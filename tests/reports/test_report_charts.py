@@ -8,7 +8,6 @@ import re
 from sftkit.reports.collect import thin
 from sftkit.reports.values import (
     Series,
-    ValueAxis,
     axis_texts,
     duration,
     el,
@@ -46,7 +45,7 @@ def test_axes_have_round_and_different_labels() -> None:
 
 def test_charts_of_one_value_or_of_equal_values_are_drawn() -> None:
     for points in ([(5, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -3.0), (9, -3.0)], [(1, 1e99), (2, -1e99)]):
-        drawing = line_chart([Series("value", points)], "value", ValueAxis(zero=True))
+        drawing = line_chart([Series("value", points)], "value", zero=True)
         assert not re.search(r"nan|inf", drawing)
     assert figure("value", "", [Series("value", [(1, None)])]) is None
 

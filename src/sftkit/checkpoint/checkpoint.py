@@ -20,7 +20,7 @@ from sftkit.checkpoint import states
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_fit, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
 from sftkit.config.schema import CheckpointConfig
-from sftkit.errors import CheckpointError, ConfigError, config_error
+from sftkit.errors import CheckpointError, ConfigError, config_error, hint
 from sftkit.models import kind, structure, towers, trained
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
@@ -87,9 +87,8 @@ class Checkpoints:
         if wait:
             self._writer.finish()
             if self._writer.failure is not None:
-                raise CheckpointError(
-                    f"{folder} could not be written: {self._writer.failure}. Earlier checkpoints are in {self.run_dir}"
-                )
+                why = self._writer.failure
+                raise CheckpointError(hint("checkpoint not written", folder=folder, why=why, run_dir=self.run_dir))
         self._blocked = {"block_seconds": time.perf_counter() - began}
         return folder
 
@@ -108,9 +107,7 @@ class Checkpoints:
         metric = self.config.best
         value = values.get(metric) if metric else None
         if metric and values and metric not in values and self.rt.is_main:
-            log.warning(
-                "checkpoint.best: %s is not a metric of this evaluation, which has %s", metric, ", ".join(values)
-            )
+            log.warning(hint("best by no metric of an evaluation", metric=metric, known=", ".join(values)))
         if metric and value is not None and self.rt.is_main:
             self._writer.consider(Best(rundir.step_dir(self.run_dir, step).name, metric, value))
 

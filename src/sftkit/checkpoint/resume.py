@@ -72,11 +72,8 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
         return ResumeCheckpoint(setting, folder, *_read_state(folder), skipped)
     # An unreadable disk is not an empty one: a new start would archive the run that is there.
     except OSError as error:
-        raise CheckpointError(
-            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so the "
-            "checkpoints in it are unknown. Nothing was changed: start again when the disk can be read, or name "
-            "another step directory"
-        ) from None
+        place = run_dir if setting == "auto" else setting
+        raise CheckpointError(hint("unreadable checkpoints", setting=setting, place=place, error=error)) from None
 
 
 def _problem(folder: Path) -> str | None:

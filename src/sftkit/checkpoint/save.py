@@ -82,14 +82,6 @@ def publish(temporary: Path, final: Path) -> None:
     flush(final.parent)
 
 
-def flush_lines(run_dir: Path) -> None:
-    """Flush the log files to the disk: a run that resumes from a checkpoint has the lines of all earlier steps."""
-    for name in (rundir.METRICS_FILE, rundir.EVALS, rundir.SAMPLES, rundir.EVENTS):
-        with suppress(OSError):  # most do not exist yet; a full disk loses lines, not the save
-            flush(run_dir / name)
-    flush(run_dir)
-
-
 def remove(folder: Path) -> None:
     """Delete a step directory; it is renamed first, so that no reader finds it half deleted."""
     doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.del")  # matches rundir.UNFINISHED
@@ -349,7 +341,11 @@ class Writer:
         adapters = adapters_of(self.orig_model)
         base = None if adapters is None else belongs_to(adapters.base, adapters.digest)
         write_manifest(temporary, step, files, base)
-        flush_lines(self.run_dir)
+        # A run that resumes from the checkpoint has the logged lines of all earlier steps.
+        for name in (rundir.METRICS_FILE, rundir.EVALS, rundir.SAMPLES, rundir.EVENTS):
+            with suppress(OSError):  # most do not exist yet; a full disk loses lines, not the save
+                flush(self.run_dir / name)
+        flush(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / rundir.LATEST, final.name + "\n")
         # An evaluation of this step may end at the same moment: record it in BEST before pruning reads the file.

@@ -188,9 +188,7 @@ class SafeReader(dcp.FileSystemReader):
             if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
                 raise ConfigError(f"{path}: {info.relative_path!r} leads out of the folder")
             if info.transform_descriptors:
-                raise ConfigError(
-                    f"{path}: asks for the extensions {info.transform_descriptors}, which sftkit never uses"
-                )
+                raise config_error("extensions of states", path=path, extensions=info.transform_descriptors)
         # as torch's own read_metadata does
         metadata.storage_meta = dcp_index.StorageMeta(load_id=self.load_id)
         return metadata
@@ -243,10 +241,8 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
         if not isinstance(there, dcp_index.TensorStorageMetadata):
             problems.append(f"{name} is not a tensor in the checkpoint")
         elif there.size != here.shape or there.properties.dtype != here.dtype:
-            problems.append(
-                f"{name} is {there.properties.dtype} {list(there.size)} in the checkpoint, "
-                f"{here.dtype} {list(here.shape)} in this run"
-            )
+            was = f"{there.properties.dtype} {list(there.size)}"
+            problems.append(f"{name} is {was} in the checkpoint, {here.dtype} {list(here.shape)} in this run")
     if problems:
         raise config_error("states that do not fit", folder=folder, problems=first_of(sorted(problems), between="; "))
 

@@ -470,9 +470,7 @@ def warm_up(
     torch.compiler.reset()
     model.zero_grad(set_to_none=True)
     run(shapes[-1:])  # which raises an error that eager execution has too
-    log.warning(
-        "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
-    )
+    log.warning(hint("eager for want of a compiler", reason=reason))
     return False
 
 

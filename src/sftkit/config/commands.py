@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.config.terminal import SECRET, print_text, secret_in, visible
+from sftkit.config.terminal import print_text, secret_in, visible
 from sftkit.errors import ConfigError, hint
 
 SCRIPTS = {
@@ -249,4 +249,4 @@ class Parser(argparse.ArgumentParser):
         """Exit with code 2 if a word looks like a secret, for a script that saves its words."""
         for word in words:
             if kind := secret_in(word):
-                self.error(f"a word {SECRET.format(kind=kind)}")
+                self.error(f"a word {hint('secret', kind=kind)}")

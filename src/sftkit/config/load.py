@@ -16,10 +16,10 @@ from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
 from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_can_be_written
 from sftkit.config.schema import Config, TrainConfig, num_stages
-from sftkit.config.terminal import SECRET, Level, print_text, secret_in
+from sftkit.config.terminal import Level, print_text, secret_in
 from sftkit.config.topology import Topology, check_numbers, read_topology
 from sftkit.config.yaml import COMMAND_LINE, KeyPath, Node, dotted, keys_of
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 MAX_PROBLEMS = 30
 "The most problems that a report lists."
@@ -205,7 +205,7 @@ def _reject_secrets(settings: Iterable[tuple[str, object, str]]) -> None:
     for key, value, origin in settings:
         own = secret_in(key)
         if kind := own or (secret_in(value, key) if isinstance(value, str) else None):
-            problems.append(f"{origin}: {'' if own else f'{key}: '}{SECRET.format(kind=kind)}")
+            problems.append(f"{origin}: {'' if own else f'{key}: '}{hint('secret', kind=kind)}")
     if problems:
         raise _report(problems)
 

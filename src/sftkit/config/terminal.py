@@ -99,11 +99,6 @@ class TerminalHandler(logging.Handler):
             self.handleError(record)
 
 
-SECRET = (
-    "looks like {kind}; settings are saved and logged. Put secrets in environment variables (HF_TOKEN, WANDB_API_KEY)"
-)
-
-
 @cache
 def _secrets() -> list[tuple[str, re.Pattern[str]]]:
     """Return (kind, pattern) of config/secrets.yaml."""

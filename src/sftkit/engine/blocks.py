@@ -59,7 +59,7 @@ class Blocks:
             if mode:
                 rt.print(f"compile.mode {mode}")
             # A run that cannot fit ends before weights are read, moved or sharded.
-            plan = memory_plan.make_plan(cfg, orig_model, layout, rt, memory_plan.Fixed(backend=choice.backend))
+            plan = memory_plan.make_plan(cfg, orig_model, layout, rt, backend=choice.backend)
             on_plan(plan)
             self.forward = self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             compiled = contract.compile_model(

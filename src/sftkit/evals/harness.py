@@ -165,9 +165,8 @@ def evaluate_with_lm_eval(
             )
         except (OSError, ValueError) as error:
             advice = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
-            raise ConfigError(
-                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{advice}"
-            ) from error
+            why = f"{str(error).strip()[:500]}{advice}"
+            raise ConfigError(f"eval.tasks: lm_eval cannot run {', '.join(names)}: {why}") from error
     assert output is not None
     return [_evaluated(name, output, config) for name in (*output.get("groups", {}), *output["samples"])]
 

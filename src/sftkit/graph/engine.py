@@ -125,13 +125,15 @@ class GraphEngine:
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_gradients = "reduce_once" in passes
             kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
-            fixed = memory_plan.Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
+            sharding = kept_shards if rt.topology.sharded else None
             # train.memory=speed recomputes only what Inductor fuses, which costs no time.
             kept = cfg.compile.activation_memory_budget
             again = cfg.train.memory != "speed" or "full_inductor" in passes
             kept = 1.0 if kept is None and not again else kept
             planned = replace(cfg.compile, activation_memory_budget=kept, backend="inductor")
-            self._plan = plan = memory_plan.make_plan(replace(cfg, compile=planned), orig_model, layout, rt, fixed)
+            self._plan = plan = memory_plan.make_plan(
+                replace(cfg, compile=planned), orig_model, layout, rt, backend=choice.backend, sharding=sharding
+            )
             on_plan(plan)
             # Weights come to the device as shards. The model is wrapped before: the loss reads the head without calling
             # it, so the wrapper has to know that this weight is a shard too.

@@ -339,9 +339,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     stages = schema.num_stages(cfg.train)
     launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs_of(cfg, hardware), stages)
     if not launch.config_file.is_file():
-        raise ConfigError(
-            f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
-        )
+        raise config_error("no Accelerate config", file=launch.config_file)
     terminal.print_text(launch.summary)
     topology = topology_of(launch.config_file, launch.num_processes, stages)
     load.read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known

@@ -180,29 +180,24 @@ class MemoryPlan:
     "lines of the plan for the console"
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Decisions that precede the memory plan."""
-
-    total_bytes: int | None = None
-    "memory of the device; None: that of rt.device, unknown if it is not a GPU"
-    backend: str | None = None
-    "attention backend; reference holds a dense mask"
-    sharding: Sharding | None = None
-    "how sharded ranks exchange if the engine decides it; None: the fastest way that fits"
-
-
-UNDECIDED = Fixed()
-
-
 def make_plan(
-    cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, fixed: Fixed = UNDECIDED
+    cfg: Config,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    rt: Runtime,
+    *,
+    total_bytes: int | None = None,
+    backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> MemoryPlan:
     """Turn train.memory and optim.name into an optimizer and a budget, and print the plan; eager runs get
     gradient checkpointing.
 
     Args:
         orig_model: model before compilation and wrapping; the plan may switch its gradient checkpointing on.
+        total_bytes: memory of the device; None: that of rt.device, unknown if it is not a GPU.
+        backend: attention backend; reference holds a dense mask.
+        sharding: how sharded ranks exchange if the engine decides it; None: the fastest way that fits.
 
     Raises:
         ConfigError: an eager run must save memory but the model has no gradient checkpointing; the model cannot
@@ -211,14 +206,13 @@ def make_plan(
     """
     if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # the graph engine splits matrices differently
         check_tensor_parallel(orig_model, rt.topology.tensor)
-    total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
     checkpointing = _checkpoints(cfg.compile, cfg.train, orig_model)
     setup = _inputs(cfg, orig_model, layout, rt, checkpointing=checkpointing)
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     if setup is not None:
-        setup = replace(setup, dense_mask=fixed.backend == "reference")
+        setup = replace(setup, dense_mask=backend == "reference")
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # The optimizer behind auto may depend on whether the default fits, and the sharding depends on the optimizer.
     if cfg.optim.name == "auto":

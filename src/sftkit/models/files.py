@@ -433,10 +433,8 @@ class Replica:
 
     def describe(self) -> str:
         """Return a line for users: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
-        return (
-            f"{self.parameters / 1e9:.1f} billion parameters need about {self.num_bytes / GIB:.0f} GiB as a replica "
-            f"(optim.name {self.optimizer})"
-        )
+        need = f"{self.parameters / 1e9:.1f} billion parameters need about {self.num_bytes / GIB:.0f} GiB"
+        return f"{need} as a replica (optim.name {self.optimizer})"
 
 
 def replica_of(

@@ -311,10 +311,8 @@ def full_model(
     if trained is not config:  # other parts are copied into checkpoints
         unused &= model_files.text_weights(local_folder(path, options)).keys()
     if unused:
-        name = type(orig_model).__name__
-        _warn_once(
-            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so these are neither trained nor saved"
-        )
+        words = {"name": type(orig_model).__name__, "weights": first_of(sorted(unused))}
+        _warn_once(hint("weights of no module", path=path, **words))
     # If tied weights differ in the files, transformers leaves them untied and removes them only from this table.
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
     untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path)

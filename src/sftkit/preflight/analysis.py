@@ -45,7 +45,7 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import SHOWN, Examples
 from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
-from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan
+from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits, make_plan
 from sftkit.memory.plan import log as plan_log
 from sftkit.memory.remedies import fitting_advice
 from sftkit.models.adapter_files import adapter_words
@@ -312,7 +312,7 @@ def memory_plan(
     with replaced(plan_log, "disabled", value=True), redirect_stdout(io.StringIO()):
         # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
         rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
-        return make_plan(cfg, orig_model, layout, rt, Fixed(total))
+        return make_plan(cfg, orig_model, layout, rt, total_bytes=total)
 
 
 def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, Any]:
@@ -441,12 +441,7 @@ def start_facts(model: ModelConfig) -> dict[str, Any]:
     if path.is_dir():
         earlier = run_of(path / CARD)
         known = {} if earlier is None else mapping(read_object(earlier / PREFLIGHT).get("start"))
-        own = licence(path / CARD)
-        return known or {
-            "model": model.path,
-            "revision": None,
-            "licence": own.get("license_name") or own.get("license"),
-        }
+        return known or {"model": model.path, "revision": None, "licence": _licence_in(path / CARD)}
     config = cached_file(model.path, "model", "config.json", model.revision)
     commit = model.revision if config is None else config.parent.name
     card = cached_file(model.path, "model", CARD, model.revision)

@@ -51,10 +51,7 @@ def answers_line(source: dict[str, Any]) -> str | None:
     if answers["reasoning_left_out"]:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
     if answers[SPLIT_TOKENS]:
-        skipped.append(
-            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat "
-            "template renders differently once they are history (data.split_turns)"
-        )
+        skipped.append(hint("tokens in documents of their own", tokens=counted(answers[SPLIT_TOKENS], "token")))
     if not skipped:
         return None
     learned = f"{answers['answers_learned']:,} of {counted(answers['answers'], 'answer')} learned"
@@ -83,9 +80,8 @@ def trees_line(source: dict[str, Any]) -> str | None:
     """
     if (found := source.get("trees")) is None:
         return None
-    sizes = (
-        f"{found['expanded']:,} tokens of its documents are {found['unique']:,} in {counted(found['trees'], 'tree')}"
-    )
+    trees = counted(found["trees"], "tree")
+    sizes = f"{found['expanded']:,} tokens of its documents are {found['unique']:,} in {trees}"
     said = "data.layout=tree computes only those"
     if found["factor"] < WORTH_IT:
         said = f"below {WORTH_IT}, so data.layout=tree would change nothing"
@@ -133,11 +129,8 @@ def source_facts(examples: Examples, too_long: str = "truncate") -> list[dict[st
         if too_long == "drop":
             numbers |= {"truncated": 0, "partly_dropped": numbers["truncated"]}
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
-        answers = (
-            {key: int(counts.get(key, 0)) for key in (*chat.ANSWER_COUNTS, ANSWERS_LEFT_OUT)}
-            if counts.get("answers")
-            else {}
-        )
+        of_answers = (*chat.ANSWER_COUNTS, ANSWERS_LEFT_OUT) if counts.get("answers") else ()
+        answers = {key: int(counts.get(key, 0)) for key in of_answers}
         # A part of a pass (repeat: 2.5) is stored as a whole one.
         share = counts.get("documents", stored[i]) / max(stored[i], 1)
         learned_of = {"tokens": round(tokens[i] * share), "targets": round(targets[i] * share)}

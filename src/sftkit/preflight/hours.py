@@ -99,17 +99,13 @@ def hours_text(found: dict[str, Any] | None, cards: str) -> str:
     times = [span_text(found[name]) for name in ("low", "high") if found[name] is not None]
     where = f"one {found['card']}" if found["gpus"] == 1 else f"{found['gpus']} x {found['card']}"
     low, high = found["mfu"]
-    source = (
-        "as committed benchmarks measured"
-        if found["measured_on"] in found["card"].split()
-        else f"as measured on {found['measured_on']}, since no result of this card is committed"
-    )
+    source = f"as measured on {found['measured_on']}, since no result of this card is committed"
+    if found["measured_on"] in found["card"].split():
+        source = "as committed benchmarks measured"
     span = times[0] if times[0] == times[-1] else " to ".join(times)
     likely = f"at least {span} on {where} ({found['slower']})" if found["slower"] else f"about {span} on {where}"
-    return (
-        f"{likely}, an estimate: {found['flops']:.2g} FLOPs at {low:g} to {high:g} of the bf16 "
-        f"peak, {source}; without evaluations, checkpoints and compilation"
-    )
+    share = f"{found['flops']:.2g} FLOPs at {low:g} to {high:g} of the bf16 peak, {source}"
+    return f"{likely}, an estimate: {share}; without evaluations, checkpoints and compilation"
 
 
 def span_text(hours: float) -> str:

@@ -127,11 +127,8 @@ def print_preflight(analysis: dict[str, Any], samples: Sequence[Preview]) -> Non
 def stage_text(stage: str, *, is_asked: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in STAGE_SCRIPTS if name != stage)
-    origin = "as asked" if is_asked else "run.stage of the recipe"
-    return (
-        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{STAGE_SCRIPTS[stage]} learns; --stage {others} "
-        "for another"
-    )
+    origin = f"{stage}, {'as asked' if is_asked else 'run.stage of the recipe'}"
+    return f"{'stage':<10}{origin}: shown is what scripts/{STAGE_SCRIPTS[stage]} learns; --stage {others} for another"
 
 
 def memory_text(analysis: dict[str, Any]) -> str:

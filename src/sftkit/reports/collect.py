@@ -17,7 +17,7 @@ from sftkit.config.commands import first_run
 from sftkit.config.keys import key_table
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.yaml import parse
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import whole_class
 from sftkit.reports import values
@@ -164,10 +164,8 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     a, b = known(mine, "train/tokens").get(step), known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
-    return (
-        f"equal steps are not equal tokens: {values.format_value(a)} here and {values.format_value(b)} there at step "
-        f"{values.format_value(step)}"
-    )
+    here, there, at = map(values.format_value, (a, b, step))
+    return f"equal steps are not equal tokens: {here} here and {there} there at step {at}"
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
@@ -309,7 +307,7 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
             _keep_task(table, last_step, row)
         else:
             notes.append(
-                f"{names.FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out"
+                hint("result of another step", file=names.FINAL, task=row.get("task"), model=model, step=last_step)
             )
     return [row | {"final": True} for _, row in sorted(table.items())]
 
@@ -340,11 +338,6 @@ def latest_evaluations(evaluation_rows: Rows) -> Rows:
     what is only a part of one."""
     newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
     return [newest[key] for key in sorted(newest, key=lambda key: (is_part(newest[key]), key[0] not in _MEANS, key))]
-
-
-def standing(report: dict[str, Any]) -> Rows:
-    """Return the results that describe the model: its final evaluation, and for other tasks the newest one."""
-    return latest_evaluations([*report["evaluations"], *report["final"]])
 
 
 def is_part(row: dict[str, Any]) -> bool:
@@ -406,9 +399,7 @@ def _unlike(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     notes = []
     ours, its = (mapping(run["config"].get("loss")) for run in (mine, other))
     if keys := [f"loss.{key}" for key in ours if key in its and key not in _NO_LOSS and ours[key] != its[key]]:
-        notes.append(
-            f"another loss was minimised ({', '.join(keys)}); those compared are of both runs the plain nats per target"
-        )
+        notes.append(hint("runs of other losses", keys=", ".join(keys)))
     sizes = [run["run"]["adapter_base_parameters"] or run["run"]["parameters"] for run in (mine, other)]
     if all(sizes) and abs(sizes[0] / sizes[1] - 1) > TOKENS_APART:
         here, there = map(values.parameters, sizes)
@@ -419,18 +410,6 @@ def _unlike(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def machine_name(environment: Mapping[str, Any]) -> str:
     """Return what a run ran on, from its environment.json: how many of which device."""
     return f"{environment.get('world_size') or '?'} x {environment.get('device') or 'unknown device'}"
-
-
-def check_run(run_dir: Path) -> None:
-    """Reject a folder that holds no run.
-
-    Raises:
-        ConfigError: it names runs nearby.
-    """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
-    if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
-        raise ConfigError(f"{run_dir}: no run: it holds neither {' nor '.join(MARKS_OF_A_RUN)}{_runs_near(run_dir)}")
 
 
 def _runs_near(run_dir: Path) -> str:
@@ -475,8 +454,15 @@ def run_of(folder: Path) -> Path | None:
 
 
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
-    """Return what is shown of a run, and its curves with every logged step."""
-    check_run(run_dir)
+    """Return what is shown of a run, and its curves with every logged step.
+
+    Raises:
+        ConfigError: the folder holds no run; it names runs nearby.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
+    if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
+        raise ConfigError(f"{run_dir}: no run: it holds neither {' nor '.join(MARKS_OF_A_RUN)}{_runs_near(run_dir)}")
     # Every file of the run; `notes` lists those that cannot be read.
     notes: list[str] = []
     settings = read_settings(run_dir / names.CONFIG, notes)

@@ -67,7 +67,7 @@ def curves(report: values.Report) -> values.Html:
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     rank = "process" if any(values.on_cpu(run["device"]) for run in runs) else "GPU"
     found = [
-        values.figure(title, unit.format(rank=rank), _series(report, metrics), values.ValueAxis(zero=zero))
+        values.figure(title, unit.format(rank=rank), _series(report, metrics), zero=zero)
         for title, unit, metrics, zero in CURVES
     ]
     for title, unit, kind, metric in (
@@ -122,7 +122,8 @@ _MAX_CHARTS = 12
 
 def evaluations_section(report: values.Report) -> values.Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
-    newest = collect.standing(report)
+    # The final evaluation describes the model, and for other tasks the newest one.
+    newest = collect.latest_evaluations([*report["evaluations"], *report["final"]])
     validation = _validation(report)
     if not newest:
         lead = None if validation else "No evaluation was made."
@@ -212,7 +213,7 @@ def _over_steps(report: values.Report) -> list[values.Html]:
         if len(own) < 2 or collect.is_part(own[-1]):
             continue
         chance = next((row["chance"] for row in reversed(own) if row["chance"] is not None), None)
-        charts.append(values.figure(_task(task), metric, series, values.ValueAxis(level=chance)))
+        charts.append(values.figure(_task(task), metric, series, level=chance))
     return [chart for chart in charts if chart is not None][:_MAX_CHARTS]
 
 

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -368,19 +368,6 @@ class Series:
     "(step, low, high)"
 
 
-@dataclass(frozen=True)
-class ValueAxis:
-    """How the axis of values is drawn."""
-
-    log: bool = False
-    "logarithmic"
-    zero: bool = False
-    "begins at 0"
-    level: float | None = None
-    "value of a dashed line across, such as chance"
-
-
-PLAIN_AXIS = ValueAxis()
 NARROW, WIDE = (400.0, 220.0), (960.0, 270.0)
 "Width and height of a chart."
 
@@ -406,28 +393,36 @@ class Axis:
 
 
 def line_chart(
-    series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
+    series: Sequence[Series],
+    label: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    level: float | None = None,
+    size: tuple[float, float] = NARROW,
 ) -> Html:
     """Draw lines over steps.
 
     Args:
         series: each has a value.
         label: text for screen readers.
+        log, zero: whether the axis of values is logarithmic, and begins at 0.
+        level: value of a dashed line across, such as chance.
         size: width and height.
     """
-    level, (width, height) = axis.level, size
+    width, height = size
     shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are visible if they agree
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
     # Everything that is drawn decides the range, also ends of intervals and the level.
-    values += [0.0] if axis.zero and not axis.log else []
+    values += [0.0] if zero and not log else []
     values += [level] if level is not None else []
     # Steps begin at 0 if the first step is near it, so lines start with training; those of a resumed run do not.
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
-    ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
-    y = Axis(*ends, height - BOTTOM, TOP, axis.log)
+    ends = _range(min(values), max(values), 0.06, zero=zero, log=log)
+    y = Axis(*ends, height - BOTTOM, TOP, log)
     across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
     step = el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end")
     lines = [_series(one, x, y, line_class(one, shown)) for one in shown]
@@ -551,25 +546,31 @@ def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
 
 
 def figure(
-    title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    *,
+    zero: bool = False,
+    level: float | None = None,
+    wide: bool = False,
 ) -> Html | None:
     """Return a chart with its title, unit and legend; a logarithmic axis if values span much and it need not begin at
     0.
 
-    None without a value.
+    None without a value. `zero`, `level`: see line_chart.
     """
     if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
         return None
     # Logarithmic if values span much; an axis that begins at 0 cannot be logarithmic.
     known = [value for one in shown for _, value in one.points if value is not None]
-    axis = replace(axis, log=not axis.zero and min(known) > 0 and max(known) / min(known) > _LOG_RATIO)
+    log = not zero and min(known) > 0 and max(known) / min(known) > _LOG_RATIO
     last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
     lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
     label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
-    drawing = line_chart(shown, label, axis, WIDE if wide else NARROW)
-    words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
+    drawing = line_chart(shown, label, log=log, zero=zero, level=level, size=WIDE if wide else NARROW)
+    words = ", ".join(word for word in (unit, "logarithmic" if log else "") if word)
     keys: list[tuple[str, Html, str | None]]
     keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]
-    if axis.level is not None:
-        keys.append((f"chance {format_value(axis.level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
+    if level is not None:
+        keys.append((f"chance {format_value(level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
     return macros.framed(drawing, title, words, macros.legend(keys))

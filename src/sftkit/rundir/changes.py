@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from sftkit.config.keys import key_table
+from sftkit.config.keys import hints, key_table
 from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.errors import ConfigError
 
@@ -28,22 +28,6 @@ is computed.
 LENGTH = ("train.max_steps", "train.epochs", "data.tokens")
 _OF_ORDER = re.compile(r"(data\.train)\.\d+\.(?:weight|max_epochs|repeat|order)|(data\.stages|data\.shuffle)")
 "Keys that decide which documents come next; group: the key that allows the change."
-CHANGED = {
-    **dict.fromkeys(
-        ("data.train", "data.stages", "data.shuffle"),
-        "documents that are planned and not taken come first, the others as the recipe now says",
-    ),
-    "train.global_batch_size": "the remaining documents of this epoch make batches of that size, and the learning "
-    "rate follows the schedule for the new number of steps",
-    "run.seed": "the remaining documents of this epoch come in another order",
-    **dict.fromkeys(
-        ("model.path", "model.revision"),
-        "its weights are not loaded: the checkpoint's are, except the frozen ones under an adapter",
-    ),
-    "train.freeze": "newly trained weights start without optimizer states, those of frozen ones are dropped",
-    **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
-}
-"Effects of changing a key, if they are not obvious."
 
 
 def _shortened(value: Any) -> str:
@@ -88,9 +72,10 @@ def compare_recipes(there: str, here: str, allowed: Sequence[str]) -> tuple[dict
     rejected = {key: values for key, values in kept.items() if _allowing(key) not in allowed}
     # The length may change without permission, but it is reported because the learning rate follows it.
     kept |= {key: changed[key] for key in LENGTH if key in changed}
+    effects = hints()["changed"]
     return rejected, [
         f"{key} is now {_shortened(b)} (was {_shortened(a)})"
-        + (f": {CHANGED[by]}" if (by := _allowing(key)) in CHANGED else "")
+        + (f": {effects[by]}" if (by := _allowing(key)) in effects else "")
         for key, (a, b) in kept.items()
         if key not in rejected
     ]
@@ -110,6 +95,7 @@ def rejection(
         prefix: setting and folder of the checkpoint. settings: as compare_recipes rejects them.
         grown: lines about sources with more documents. fixed: lines about what no setting allows to differ.
     """
+    effects = hints()["changed"]
     text = f"{prefix}: "
     settings = dict(settings)
     if several := settings.pop("adapters", None):
@@ -117,7 +103,7 @@ def rejection(
     if settings or grown:
         names = dict.fromkeys([*allowed, *map(_allowing, settings), *(["data.train"] if grown else [])])
         lines = [*difference_lines(settings), *grown]
-        lines += [f"({key}: {CHANGED[_allowing(key)]})" for key in settings if _allowing(key) in CHANGED]
+        lines += [f"({key}: {effects[by]})" for key in settings if (by := _allowing(key)) in effects]
         text += "the recipe differs from that of the checkpoint:\n" + "".join(f"  {line}\n" for line in lines)
         text += f"Set them back, or allow the change with train.resume_changes=[{','.join(names)}]"
         text += "\nNo setting allows what differs besides: " if fixed else ""

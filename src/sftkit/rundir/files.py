@@ -259,7 +259,10 @@ def check_loadable(path: str) -> None:
     except OSError as error:
         problem = f"{folder} cannot be read: {error}"
     if problem is not None:
-        raise ConfigError(f"{problem}. {_what_to_do(folder)}")
+        others = [step for step in names.step_dirs(folder.parent) if step.name != folder.name]
+        other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
+        what_to_do = hint("damaged checkpoint", other=other, manifest=folder / names.MANIFEST)
+        raise ConfigError(f"{problem}. {what_to_do}")
 
 
 def _problem_of_loaded(folder: Path) -> str | None:
@@ -335,12 +338,6 @@ def _misplaced(folder: Path, name: str) -> str | None:
         if path.is_symlink():
             return f"{path}: a symbolic link, which a checkpoint never has"
     return None
-
-
-def _what_to_do(folder: Path) -> str:
-    others = [step for step in names.step_dirs(folder.parent) if step.name != folder.name]
-    other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
-    return hint("damaged checkpoint", other=other, manifest=folder / names.MANIFEST)
 
 
 # ---- hashes that were computed before --------------------------------------------------------------------------------

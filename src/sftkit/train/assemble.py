@@ -188,9 +188,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         rows = sum(map(len, adapters.tokens.values()))
         rt.print(hint("rows in an adapter", rows=rows), "warning")
     elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
-        rt.print(
-            "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
-        )
+        rt.print(hint("frozen rows of added tokens"), "warning")
     return LoadedModel(orig_model, tokenizer, max_length)
 
 

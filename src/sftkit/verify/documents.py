@@ -634,10 +634,6 @@ def loss_check(loss: float, plain_loss: float, targets: int, dtype: torch.dtype)
     """Return the check of the loss of a few documents in nats per target. `dtype`: dtype of the weights."""
     limit = _SAME.get(dtype, _SAME[torch.float32])
     off = abs(loss - plain_loss) / max(abs(plain_loss), 1e-9)
-    return Check(
-        "Loss equals plain cross entropy",
-        off < limit,
-        f"{loss:.5f} against {plain_loss:.5f} nats over {targets} targets",
-        f"equal to {limit:.0e}",
-        "a few documents through the run's rows and loss, sums over all targets, against the plain model's mean",
-    )
+    found = f"{loss:.5f} against {plain_loss:.5f} nats over {targets} targets"
+    how = "a few documents through the run's rows and loss, sums over all targets, against the plain model's mean"
+    return Check("Loss equals plain cross entropy", off < limit, found, f"equal to {limit:.0e}", how)

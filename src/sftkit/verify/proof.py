@@ -185,10 +185,8 @@ def report_checks(report: EngineReport, error: BaseException | None = None) -> l
 
 def weights_check(plain: PlainModel) -> Check:
     """Return the check of the weights in memory against the start files."""
-    name, how = (
-        "Weights are those of the files",
-        "a sample of each parameter and every buffer against a new from_pretrained of the start files",
-    )
+    name = "Weights are those of the files"
+    how = "a sample of each parameter and every buffer against a new from_pretrained of the start files"
     if not plain.has_files:
         return Check(name, None, does_not_apply("the model is new"), "-", how)
     shares = sorted(plain.differing.items(), key=lambda one: -one[1])
@@ -255,15 +253,12 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     # the records.
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
+    again = records.in_evaluation
+    said = f"{again} compiles during {evaluations} evaluations"
+    between = "the same records, before and after each evaluation"
     return [
         Check("The step is compiled", graphs > 0, counted(graphs, "graph"), "1 or more, for every call", how),
         Check("No recompiles after the warm-up", not late, "; ".join(late) or "0", "0", how),
         Check("No graph breaks", not breaks, "; ".join(breaks) or "0", "0", how),
-        Check(
-            "Evaluation compiles nothing",
-            records.in_evaluation == 0 if evaluations else None,
-            f"{records.in_evaluation} compiles during {evaluations} evaluations",
-            "0",
-            "the same records, before and after each evaluation",
-        ),
+        Check("Evaluation compiles nothing", again == 0 if evaluations else None, said, "0", between),
     ]

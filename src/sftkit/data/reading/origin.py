@@ -374,9 +374,7 @@ def _by_configuration(source: SourceConfig, folder: Path) -> Origin:
         known = datasets.load_dataset_builder(str(folder), source.subset).config.data_files or {}
     except Exception as error:  # anything that datasets may raise
         reason = " ".join(str(error).partition("Example of usage")[0].split())
-        raise ConfigError(
-            f"data source {source.path}: subset must name a configuration of its README.md: {reason}"
-        ) from error
+        raise config_error("subset of no configuration", path=source.path, reason=reason) from error
     if (split := base_split(source.split)) not in known:
         raise ConfigError(f'data source {source.path}: no split "{split}" among {", ".join(sorted(known))}')
     return _of_datasets(source, cache(lambda: load_from_hub(source, str(folder))))

@@ -21,7 +21,7 @@ from sftkit.data.reading import readers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
 from sftkit.data.store.view import COUNTS, NARROW_COLUMNS, ROLE_COUNTS, CountBytes, Limits, StoredSource, excess_text
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Finding
-from sftkit.errors import DataError, fault
+from sftkit.errors import DataError, fault, hint
 from sftkit.runtime.script import counted
 
 BECAME = {
@@ -109,10 +109,8 @@ def _check(source: SourceConfig, counts: Counter[str], tally: findings.Tally) ->
     for name, path in (source.columns or {}).items():
         missing = tally.get(("unused", findings.missing_column(name, path)))
         if missing and missing.rows == sum(one.rows for one in read) and findings.is_recognised(name):
-            raise DataError(
-                f"data source {source.path}: columns.{name}: no row has a column {path}. Name a column that they have, "
-                f"or remove columns.{name}. {findings.finding_text(read[0])}"
-            )
+            words = {"source": source.path, "name": name, "path": path, "read": findings.finding_text(read[0])}
+            raise DataError(hint("column of no row", **words))
     if not counts["documents"]:
         became = ", ".join(f"{counts[c]} {words}" for c, words in BECAME.items() if counts[c])
         said = (one for one in findings.sort_findings(tally) if one.kind != "read")
