@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
 from sftkit.data.tokens import chat, loss_mask
+from sftkit.data.tokens.batch import same
 from sftkit.data.tokens.loss_mask import check_reasoning, with_reasoning
-from sftkit.data.tokens.sources import stage_rule
+from sftkit.data.tokens.sources import RowTokenizer, stage_rule
 from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -113,6 +114,18 @@ GOLDEN_DOCUMENTS = {
             + '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>\n'
             + "<|im_start|>user\n<tool_response>\nseen\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
             + "<think>\n\n</think>\n\n[[So.<|im_end|>]]",
+        ],
+    ),
+    (
+        "qwen3",
+        "reasoned call",
+    ): (  # thinking is on in this turn, and the block of the other mode is context all the same
+        [U, {**CALL, "reasoning_content": "I look."}, RESULT, PLAIN],
+        [
+            QWEN
+            + '[[<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+            + "<|im_end|>]]\n<|im_start|>user\n<tool_response>\nseen\n</tool_response><|im_end|>\n"
+            + "<|im_start|>assistant\n<think>\n\n</think>\n\n[[So.<|im_end|>]]",
         ],
     ),
     ("smollm3", "plain"): (
@@ -749,7 +762,9 @@ def test_what_a_template_cannot_do_with_a_record_is_a_refusal(make_tokenizer) ->
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + (m.name or '') + '<|im_end|>\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    with pytest.raises(DataError, match="the chat template rejects this conversation: TypeError"):
+    with pytest.raises(
+        DataError, match=r"x:1: the chat template rejects this conversation: TypeError.*model\.chat_template"
+    ):
         documents(tokenizer, [{**U, "name": 5}, PLAIN])
 
 
@@ -759,6 +774,111 @@ def test_any_value_of_an_argument_reaches_the_template(make_tokenizer, value: An
     tokenizer.chat_template = with_arguments("\n{{ word }}", {"word": value})
     assert tokenizer.apply_chat_template([U], tokenize=False) == f"\n{value}"
     assert with_arguments(tokenizer.chat_template, {}) == "\n{{ word }}"
+
+
+HEADER = "<|im_start|>assistant\n"
+EMPTY = "<think>\n\n</think>\n\n"
+TURN = "<|im_start|>user\nHow?<|im_end|>\n" + HEADER
+NEXT = "\n<|im_start|>user\nWhy?<|im_end|>\n" + HEADER
+BEGINS = "{{ '<|im_start|>assistant\\n' }}"
+SAYS = BEGINS + "{{ m.content + '<|im_end|>\\n' }}"
+
+
+def small(
+    answer: str, prompt: str, *, otherwise: str = "", first: str = "", eos: str = "<|im_end|>"
+) -> tuple[str, str]:
+    """(template, eos): the source of an answer with its header, of the prompt for one, and of the end without it."""
+    user = "{% if m.role != 'assistant' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}{% else %}"
+    end = "{% if add_generation_prompt %}" + prompt + "{% else %}" + otherwise + "{% endif %}"
+    return first + "{% for m in messages %}" + user + answer + "{% endif %}{% endfor %}" + end, eos
+
+
+TWO_TURNS = [U, PLAIN, V, SECOND]
+# template -> messages and documents
+SMALL_TEMPLATES = {
+    "the next header is always there": (  # Command A
+        small(SAYS, BEGINS, otherwise=BEGINS),
+        TWO_TURNS,
+        [TURN + "[[So.<|im_end|>]]" + NEXT + "[[Thus.<|im_end|>]]"],
+    ),
+    "eos ends the conversation alone": (  # Phi-3
+        small(SAYS, BEGINS, otherwise="{{ eos_token }}", eos="<|endoftext|>"),
+        TWO_TURNS,
+        [TURN + "[[So.<|im_end|>]]" + NEXT + "[[Thus.<|im_end|>]]"],
+    ),
+    "two tokens end a turn": (  # Command R7B
+        small(BEGINS + "{{ m.content + '<|eot_id|><|im_end|>\\n' }}", BEGINS),
+        TWO_TURNS,
+        [TURN + "[[So.<|eot_id|><|im_end|>]]" + NEXT + "[[Thus.<|eot_id|><|im_end|>]]"],
+    ),
+    "the prompt opens a block in another way": (  # a copy of Qwen3's
+        small(
+            BEGINS
+            + "{% if loop.last and m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}"
+            + "{% endif %}{{ m.content + '<|im_end|>\\n' }}",
+            BEGINS + "{{ '<think>\\n\\n' }}",
+        ),
+        [U, REASONED, V, {**SECOND, "reasoning_content": "I ponder."}],
+        [
+            TURN + "<think>\n\n[[I think.\n</think>\n\nSo.<|im_end|>]]",
+            TURN + "So.<|im_end|>" + NEXT + "<think>\n\n[[I ponder.\n</think>\n\nThus.<|im_end|>]]",
+        ],
+    ),
+    "the prompt has an empty block that no answer has": (  # Gemma 4
+        small(
+            SAYS,
+            BEGINS + "{% if not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+            first="{% if enable_thinking %}Think.{% endif %}",
+        ),
+        TWO_TURNS,
+        [TURN + EMPTY + "[[So.<|im_end|>]]", TURN + "So.<|im_end|>" + NEXT + EMPTY + "[[Thus.<|im_end|>]]"],
+    ),
+    "a mark has the header of a prompt that opens a block": (  # DeepSeek, as TRL marks it
+        small("{% generation %}" + SAYS + "{% endgeneration %}", BEGINS + "{{ '<think>\\n' }}"),
+        TWO_TURNS,
+        [TURN + "[[So.<|im_end|>]]" + NEXT + "[[Thus.<|im_end|>]]"],
+    ),
+    "a mark in a text that is there in the prompt alone": (  # gpt-oss, as TRL marks it
+        small(
+            BEGINS
+            + "{% generation %}{% if m.tool_calls %}{{ m.content if messages[-1].role != 'assistant' or loop.last }}"
+            + " {{ m.tool_calls[0].function | tojson }}"
+            + "{% else %}{{ m.reasoning_content if loop.last }}{{ m.content }}{% endif %}<|im_end|>{% endgeneration %}"
+            + "{{ '\\n' }}",
+            BEGINS,
+        ),
+        [U, {**CALL, "content": "I see a long way."}, RESULT, PLAIN],
+        [
+            TURN
+            + '[[I see a long way. {"name": "look", "arguments": {"at": "it"}}<|im_end|>]]\n<|im_start|>user\nseen<|im_end|>\n'
+            f"{HEADER}[[So.<|im_end|>]]"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_TEMPLATES)
+def test_golden_targets_of_small_templates(make_tokenizer, name: str) -> None:
+    (source, eos), messages, expected = SMALL_TEMPLATES[name]
+    tokenizer = make_tokenizer(eos=eos)
+    tokenizer.chat_template = source
+    assert documents(tokenizer, messages) == expected
+    # In a batch, too, whose later rows are not rendered.
+    rows = [Row(f"x:{i}", messages=[{**m, "content": f"{m['content']} {i}."} for m in messages]) for i in range(30)]
+    together = RowTokenizer(chat.tokenize, tokenizer, max_length=1000)
+    assert all(map(same, together.many(rows), map(together, rows)))
+    assert not together.differs
+
+
+def test_a_template_for_lists_of_parts_is_rejected(make_tokenizer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(
+        ConfigError, match="contents are texts and no lists of parts: its text is without 'first question'"
+    ):
+        template_of(tokenizer)
 
 
 def test_an_answer_of_which_the_template_marks_nothing_is_refused(make_tokenizer) -> None:

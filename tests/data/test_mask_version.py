@@ -69,6 +69,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "inline": {"messages": [ASK, {**ANSWER, "content": "<think>\nI count.\n</think>\n\nSeven."}]},
     "reasoned and plain": {"messages": [ASK, REASONED, AGAIN, LAST]},
     "tools": {"messages": [ASK, CALL, RESULT, ANSWER], "tools": TOOLS},
+    "reasoned call": {"messages": [ASK, {**CALL, "reasoning_content": "I look."}, RESULT, ANSWER], "tools": TOOLS},
     "result without a call": {"messages": [ASK, RESULT, ANSWER]},
     "marked": {"messages": [ASK, {**ANSWER, "weight": 0}, AGAIN, {**LAST, "train": True}]},
     "two answers": {"messages": [ASK, ANSWER, LAST]},

@@ -167,8 +167,7 @@ def reasoning_of(message: Message) -> str:
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
-    thoughts, _ = split_thoughts(message["content"])
-    return next(filter(None, map(str.strip, thoughts)), "")
+    return next(filter(None, map(str.strip, split_thoughts(message["content"])[0])), "")
 
 
 def with_other_reasoning(message: Message, reasoning: str) -> Message:
@@ -201,12 +200,11 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
                 opened, end, answer = rest.partition("</think>")
                 # A block without its beginning, as a server returns it that has put that into the prompt.
                 message["content"] = answer.lstrip() if end and opened.strip() == reasoning else rest
-            if thinking == "off":
-                pass
-            elif field and template.renders_thoughts and not template.reasoning_key:
-                message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
-            elif field:
-                message[template.reasoning_key or REASONING[0]] = reasoning
+            if field and thinking != "off":
+                if template.renders_thoughts and not template.reasoning_key:
+                    message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+                else:
+                    message[template.reasoning_key or REASONING[0]] = reasoning
         result.append(message)
     return result
 
@@ -598,7 +596,11 @@ class AnswerLocator:
         # If the template has marks, only the marked parts of an answer are the model's own.
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
-        _, marks = self._marks(last)
+        text, marks = self._marks(last)
+        if text != own.text:  # the last answer was put after its prompt, which has other places
+            moved = len(own.text) - len(text)
+            after = [(a + moved, b + moved) for a, b in marks if b + moved > own.start]
+            marks = [*self._marks(last, is_prompt=True)[1], *after]
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
@@ -636,17 +638,22 @@ class AnswerLocator:
                 spans[k] = [(first, past)]
         return Document(text[:before], spans)
 
-    def _marks(self, last: int) -> tuple[str, list[Span]]:
-        """Return the rendered text and the spans that the template marks, empty ones left out."""
-        text, marks = self._rendered(self.messages[: last + 1], self.arguments(last), marks=True)
+    def _marks(self, last: int, *, is_prompt: bool = False) -> tuple[str, list[Span]]:
+        """Return the text up to answer `last`, or its prompt, and the spans that the template marks, empty ones left
+        out."""
+        messages = self.messages[: last + (not is_prompt)]
+        text, marks = self._rendered(messages, self.arguments(last), add_generation_prompt=is_prompt, marks=True)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
         """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
         shortest = self.thinking == "learn_empty"
         find = text.find if shortest else text.rfind
-        places = ((find(h, max(start - len(h), 0), start + len(h)), len(h)) for h in self.template.headers if h)
-        ends = [begin + length for begin, length in places if begin >= 0]
+        # Also the header in the text, if prompts open a thinking block after it.
+        short = self.template.short_header
+        begins = short.strip() and any(h.startswith(short) for h in self.template.headers)
+        headers = filter(None, (*self.template.headers, short if begins else ""))
+        ends = [at + len(h) for h in headers if (at := find(h, max(start - len(h), 0), start + len(h))) >= 0]
         return max(start, (min if shortest else max)(ends, default=start))
 
     def _as_last_answer(self, k: int) -> _LastAnswer:
@@ -662,7 +669,7 @@ class AnswerLocator:
             if matcher:
                 matcher.add_start(start if text == rendered else None)
         # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
-        core = text[start:].rstrip()
+        core = text[start:].rstrip().removesuffix(self.template.tail)
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
             raise fault(self.where, "no end-of-turn token", k=k, token=self.template.end_last)
@@ -698,7 +705,8 @@ class AnswerLocator:
         prompt = self._render(k, args, add_generation_prompt=True)
         # A server may ask with thinking on or off, whatever the template does by itself.
         prompts = [prompt]
-        if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
+        empty = args.get(name or "") and not reasoning_of(self.messages[k])
+        if name and (empty or self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
             prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
         fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
@@ -711,18 +719,25 @@ class AnswerLocator:
             shorter, _ = self._rendered(bare, args, add_generation_prompt=True)
             if text.startswith(shorter) and text == self._rendered([*bare, self.messages[k]], args)[0]:
                 return prompt + text[len(shorter) :], len(prompt)
-        return self._after_opened_thought(k, text, prompt)
+        return self._after_block(k, text, prompt)
 
-    def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
-        """Return (text, where the answer begins) if the prompt opens a thinking block that the template leaves out of
-        finished answers (DeepSeek-R1 and its distilled models): what the model writes begins inside it."""
-        bare = self._render(k, self.arguments(k)) + self.template.short_header
+    def _after_block(self, k: int, text: str, prompt: str) -> tuple[str, int]:
+        """Return (text, where the answer begins) if the prompt has a thinking block that the template leaves out of
+        finished answers, or writes there in another way. What the model writes begins inside the block that a prompt
+        opens (DeepSeek-R1 and its distilled models), and after the one of a prompt with thinking turned off (Gemma 4).
+        """
+        args = self.arguments(k)
+        bare = self._render(k, args) + self.template.short_header
         opened = prompt.rstrip().endswith("<think>")
-        if opened and self.template.short_header.strip() and text.startswith(bare):
-            reasoning = reasoning_of(self.messages[k])
-            if not reasoning and self.thinking != "learn_empty":
-                raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
-            return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
+        if self.template.short_header.strip() and text.startswith(bare):
+            answer = text[len(bare) :]
+            if opened:
+                reasoning = reasoning_of(self.messages[k])
+                if not reasoning and self.thinking != "learn_empty":
+                    raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
+                return f"{prompt}{reasoning}\n</think>\n\n{THOUGHT.sub('', answer).lstrip()}", len(prompt)
+            if args.get(self.template.thinking_argument or "") is False and prompt.startswith(bare):
+                return prompt + answer, len(prompt)
         # The error shows a little of both texts where they begin to differ.
         at = len(common_prefix([text, prompt]))
         shared = text[max(0, at - 20) : at]

@@ -40,7 +40,7 @@ from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.rundir.files import content_stamp, make_folder
 from sftkit.runtime.script import counted
 
-MASK_VERSION = 3
+MASK_VERSION = 4
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 WHOLE = 2**20

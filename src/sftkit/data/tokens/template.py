@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftkit.data.reading.columns import REASONING
-from sftkit.data.reading.conversation import Message, answer_core, function_of
+from sftkit.data.reading.conversation import Message, answer_core, function_of, special_pattern
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import ConfigError, DataError, config_error, fault
 
@@ -337,6 +337,9 @@ class Template:
     end_call: str | None
     """The special token that ends an answer which calls tools: GLM writes another one there than before a question.
     None: no such token, or the template renders no calls."""
+    tail: str
+    """The text after an answer that is the last message, and after no other: the next header, asked for or not
+    (Command A), or eos after the token that ends turns (Phi-3)."""
     headers: tuple[str, ...]
     "Texts that add_generation_prompt adds: by default, with thinking requested, with thinking turned off; each once."
     short_header: str
@@ -463,18 +466,26 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
             reasoned = _with_reasoning(conversation, key)
             first = rendered(reasoned[:2])
             after_thought = first[_find(first, _REASONED)[1] : _find(first, FIRST_ANSWER)[0]]
-        if append_only and key:
-            append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
+            append_only = append_only and rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise config_error("broken chat template", error=error) from None
     # The texts around the known words are the headers and ends of turns.
-    turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
     end_within = _first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False)
     end_last = _first_special(text[answered_again[1] :], special_tokens, after_text=True)
     # gpt-oss ends reasoning with the token that it writes after an earlier answer: to stop there would cut the answer.
     if end_last and end_within and end_within in after_thought:
         end_within = None
+    # The special tokens that an answer ends with, up to eos, are those that it also ends with before another turn.
+    closing = answered_last[_find(answered_last, FIRST_ANSWER)[1] :].rstrip()
+    special = special_pattern(special_tokens)
+    tail = ""
+    for one, other in zip(special.finditer(closing), special.finditer(text[answered[1] :]), strict=False):
+        if one[0] != other[0]:
+            break
+        tail = closing[one.end() :]
+        if one[0] == tokenizer.eos_token:
+            break
     return Template(
         source=source,
         special_tokens=special_tokens,
@@ -482,8 +493,9 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         end_within=end_within,
         end_last=end_last,
         end_call=_end_of_call(rendered, special_tokens),
+        tail=tail,
         headers=headers,
-        short_header=text[turn_start : answered[0]],
+        short_header=text[len(question) if text.startswith(question) else asked[1] : answered[0]],
         between=text[asked[1] : answered[0]],
         thinking_argument=argument,
         fixed=frozenset(json.loads(fixed[1])) if fixed else frozenset(),
@@ -608,7 +620,9 @@ def renders_key(tokenizer: PreTrainedTokenizerBase, template: Template, role: st
 
 
 def _find(text: str, part: str) -> Span:
-    start = text.index(part)
+    start = text.find(part)
+    if start < 0:
+        raise ValueError(f"its text is without {part!r}")
     return start, start + len(part)
 
 
@@ -629,7 +643,7 @@ DROPPED_ANSWER = "template leaves an earlier answer out"
 "An oddity: the server of such a template would leave it out as well."
 _ADVICE = "Take a template that renders {} (model.chat_template), or take {} out of the record"
 _LEFT_OUT = {
-    "tools": ("template does not render the tools", "these tools", "it", "them"),
+    "tools": ("template does not render the tools", "these tools", "them", "them"),
     "system": ("template leaves out a system message", "this system message", "it", "it"),
     "tool": ("template does not render a tool result", "this tool result", "tool results", "it"),
     "user": ("template leaves out a message", "this message", "it", "it"),
