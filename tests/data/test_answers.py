@@ -870,6 +870,13 @@ def test_golden_targets_of_small_templates(make_tokenizer, name: str) -> None:
     assert not together.differs
 
 
+def test_an_empty_block_of_prompts_is_context_where_the_recipe_turns_thinking_off(make_tokenizer) -> None:
+    (source, _), messages, expected = SMALL_TEMPLATES["the prompt has an empty block that no answer has"]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = with_arguments(source, {"enable_thinking": False})
+    assert documents(tokenizer, messages) == expected
+
+
 def test_a_template_for_lists_of_parts_is_rejected(make_tokenizer) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (

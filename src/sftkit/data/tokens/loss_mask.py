@@ -704,10 +704,10 @@ class AnswerLocator:
         name = self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
         # A server may ask with thinking on or off, whatever the template does by itself.
-        prompts = [prompt]
         empty = args.get(name or "") and not reasoning_of(self.messages[k])
-        if name and (empty or self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
-            prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
+        more = name and (empty or self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt))
+        modes: list[dict[str, object]] = [{**args, str(name): on} for on in (True, False) if more]
+        prompts = [prompt, *(self._render(k, mode, add_generation_prompt=True) for mode in modes)]
         fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
             # learn_empty learns the block that another prompt supplies; otherwise the block is context.
@@ -726,17 +726,17 @@ class AnswerLocator:
         finished answers, or writes there in another way. What the model writes begins inside the block that a prompt
         opens (DeepSeek-R1 and its distilled models), and after the one of a prompt with thinking turned off (Gemma 4).
         """
-        args = self.arguments(k)
-        bare = self._render(k, args) + self.template.short_header
-        opened = prompt.rstrip().endswith("<think>")
+        off = {**self.arguments(k), self.template.thinking_argument or "": False}
+        bare = self._render(k, self.arguments(k)) + self.template.short_header
         if self.template.short_header.strip() and text.startswith(bare):
             answer = text[len(bare) :]
-            if opened:
+            if prompt.rstrip().endswith("<think>"):
                 reasoning = reasoning_of(self.messages[k])
                 if not reasoning and self.thinking != "learn_empty":
                     raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
                 return f"{prompt}{reasoning}\n</think>\n\n{THOUGHT.sub('', answer).lstrip()}", len(prompt)
-            if args.get(self.template.thinking_argument or "") is False and prompt.startswith(bare):
+            is_off = self.template.thinking_argument and prompt == self._render(k, off, add_generation_prompt=True)
+            if is_off and prompt.startswith(bare):
                 return prompt + answer, len(prompt)
         # The error shows a little of both texts where they begin to differ.
         at = len(common_prefix([text, prompt]))
