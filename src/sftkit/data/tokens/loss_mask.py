@@ -645,8 +645,8 @@ class AnswerLocator:
         """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
         shortest = self.thinking == "learn_empty"
         find = text.find if shortest else text.rfind
-        places = ((find(h, max(start - len(h), 0), start + len(h)), len(h)) for h in self.template.headers if h)
-        ends = [begin + length for begin, length in places if begin >= 0]
+        headers = [(find(h, max(start - len(h), 0), start + len(h)), len(h)) for h in self.template.headers if h]
+        ends = [begin + length for begin, length in headers if begin >= 0]
         return max(start, (min if shortest else max)(ends, default=start))
 
     def _as_last_answer(self, k: int) -> _LastAnswer:
