@@ -391,3 +391,20 @@ def test_some_real_conversations_come_out_as_one_by_one(tokenizer_name: str) -> 
 @pytest.mark.parametrize("tokenizer_name", ["smollm2", "gpt2"])
 def test_many_real_conversations_come_out_as_one_by_one(tokenizer_name: str, name: str) -> None:
     assert_real(tokenizer_name, name, 200)
+
+
+def test_ordinary_added_tokens_are_not_among_the_special_ones_of_a_text(of_template) -> None:
+    tokenizer = of_template("llama3")
+    tokenizer.add_tokens(["[pause]", "sea shells"])
+    tokenize = RowTokenizer(chat.tokenize, tokenizer, 2**20)
+    given = [
+        Row(
+            f"x:{i}",
+            messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": f"She {i}[pause] sea shells"}],
+        )
+        for i in range(40)
+    ]
+    found = tokenize.many(given)
+    assert not tokenize.differs
+    assert all(map(batch.same, one_by_one(tokenize, given), found))
+    assert all(tokenizer.convert_tokens_to_ids("[pause]") in one.examples[0].ids for one in found)

@@ -478,3 +478,17 @@ def test_answers_count_as_learned_only_as_far_as_max_length_reaches(make_tokeniz
     short = chat.tokenize(row, tokenizer, max_length=len(whole.ids) - 2, learning=learning).counts
     assert short[CUT] == 1, "without the token that ends it an answer is cut"
     assert len(seen) > 3 or name == "qwen3"
+
+
+@pytest.mark.parametrize("token", ["<|x|>", "<it's>", '<"x">', "<\\x>", "<\n>", "<\x00>", "<｜x｜>", "<\u200b>"])
+def test_a_special_token_of_any_characters_is_found_in_a_call_and_in_tools(token) -> None:
+    for near in ("", "'", '"', "'\"", "\\", "\n", "\u200b"):
+        for given in (f"{near}{token}{near}", near):
+            called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": [given]}}]}
+            asked = {"role": "user", "content": "Ask"}
+            for row in (Row("x:1", messages=[asked, called]), Row("x:1", messages=[asked], tools=[{"name": given}])):
+                if token in given:
+                    with pytest.raises(DataError, match="would forge"):
+                        conversation.validated(row, (token,))
+                else:
+                    conversation.validated(row, (token,))

@@ -206,3 +206,34 @@ def test_a_limit_ends_a_run_whose_template_a_process_renders(make_tokenizer, tmp
     data = DataConfig(train=(SourceConfig(path=str(tmp_path / "a.jsonl")),), num_proc=2, cache_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a\.jsonl:201: the chat template does not end: it writes more than"):
         sources.load_sources(data.train, data, sources.stage_rule("sft")(data, tokenizer, 100))
+
+
+def test_a_rendering_leaves_no_garbage_to_collect() -> None:
+    source = "{% macro f(a) %}{{ a }}{% endmacro %}{% for m in messages %}{% generation %}{{ f(m.content) }}"
+    source += "{% endgeneration %}{% endfor %}"
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            render(source, {"messages": HI}, marks=True)
+        assert not gc.collect()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("expression", ["m.mood.day", "m.mood + 1", "m.mood | tojson", "m.mood()", "m.mood[0]"])
+def test_a_key_that_messages_do_not_have_is_undefined_as_it_is_for_transformers(expression: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.mood or loop.index }}}}{{% endfor %}}{{% set m = messages[1] %}}{{{{ {expression} }}}}"
+    with pytest.raises(Exception, match=r"mood|Undefined") as theirs:
+        chat_template_utils._compile_jinja_template(source).render(messages=HI)
+    for _ in range(2):
+        with pytest.raises(TemplateError) as ours:
+            render(source, {"messages": HI})
+        assert str(ours.value).endswith(str(theirs.value))
+
+
+def test_values_are_written_as_json_as_transformers_writes_them() -> None:
+    source = "{% for x in values %}{{ x | tojson }} {{ x | tojson(indent=2) }}\n{% endfor %}"
+    values = ['é"\\\n', 1, True, None, 2.5, float("inf"), {"b": [1, {"a": "</x>"}], "a": {}}, [], [[]], {1: "x"}]
+    theirs = chat_template_utils._compile_jinja_template(source).render(values=values)
+    assert render(source, {"values": values})[0] == theirs

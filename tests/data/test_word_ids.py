@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import unicodedata
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from sftkit.data.tokens import batch, chat, words
 from sftkit.data.tokens import text as texts
+from sftkit.data.tokens.encode import BYTE_OF
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.tokens.words import Words, word_encoder
 from sftkit.data.types import Row
@@ -324,7 +326,7 @@ def test_a_long_piece_that_recurs_is_split_once_and_pieces_that_are_kept_are_lim
 def test_a_short_part_between_two_splits_is_split_once_and_parts_that_are_kept_are_limited(
     of_steps: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = of_steps(*STEPS["smollm2"])
+    backend = of_steps(*STEPS["deepseek"])
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     encoder = word_encoder(backend)
     assert isinstance(encoder, Words)
@@ -338,8 +340,31 @@ def test_a_short_part_between_two_splits_is_split_once_and_parts_that_are_kept_a
             assert ids.tolist() == alone(backend, text)
 
     encode_all("1", "23", "123", "4567", "1")
-    assert split_of.count(" shells and ") == 1
-    assert split_of.count("\n") == 2  # by digits, then by words
+    assert split_of.count(" shells and ") == 2  # after the numbers: by Chinese and Japanese words, then by others
+    assert split_of.count("\n") == 3
     monkeypatch.setattr(words, "MOST_PARTS", 3)
     encode_all("89", "5")
     assert len(encoder._parts) <= 3
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "smollm2", "whole numbers"])
+def test_numbers_contractions_and_white_space_are_split_into_the_words_of_the_tokenizer(
+    of_steps: Any, kind: str
+) -> None:
+    """Ids alone do not show it: a small vocabulary has them for words that are cut otherwise."""
+    backend = of_steps(*STEPS[kind])
+    encoder = word_encoder(backend)
+    assert encoder is not None
+    short = ("".join(one) for length in range(1, 6) for one in product(" \n1½a!'s", repeat=length))
+    for text in ("they've we're I'll he'd I'm'x 12'll", *short):
+        expected = [
+            bytes(map(BYTE_OF.__getitem__, word)).decode() for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)
+        ]
+        assert encoder._parts._findall(text) == expected  # type: ignore[attr-defined]
+
+
+def test_each_ascii_character_is_known_but_the_separators(of_steps: Any) -> None:
+    encoder = word_encoder(of_steps(byte_level()))
+    assert encoder is not None
+    left = [c for c in map(chr, range(128)) if encoder.encode(f"a{c}b", split=False) is None]
+    assert left == ["\x1c", "\x1d", "\x1e", "\x1f"]

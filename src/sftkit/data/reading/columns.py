@@ -146,6 +146,7 @@ REJECTED_KEYS = {
     **dict.fromkeys(MEDIA, "only text is learned"),
 }
 "Keys of a message that training cannot honour, and what to do instead."
+_REJECTED = frozenset(REJECTED_KEYS)
 _READ = frozenset(("role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS))
 _METADATA = """
 _id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
@@ -443,7 +444,7 @@ def is_plain(message: object) -> bool:
 
 def check_keys(message: JsonObject, where: str) -> None:
     """Reject a message with a key that training cannot honour."""
-    if message.keys().isdisjoint(REJECTED_KEYS):
+    if _REJECTED.isdisjoint(message):
         return
     for key, advice in REJECTED_KEYS.items():
         if key == PARTS and message["role"] == "assistant":
@@ -477,7 +478,8 @@ def unused_keys(
             found.update((f"content part key {name}", None) for name in unread_keys(part, ("type", "text")))
         for call in message.get("tool_calls") or ():
             for value, prefix, known in ((call, "", _OF_CALLS), (call.get("function"), "function.", _OF_FUNCTIONS)):
-                found.update((f"tool call key {prefix}{name}", None) for name in unread_keys(value, known))
+                for name in unread_keys(value, known):
+                    found[f"tool call key {prefix}{name}"] = None
     return tuple(sorted(found))
 
 

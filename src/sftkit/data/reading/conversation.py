@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 
-from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, has_marker, is_empty, is_plain, named
+from sftkit.data.reading.columns import ARGUMENTS, MARKS, MESSAGE, check_keys, has_marker, is_empty, is_plain, named
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
 
-_WRITER = json.JSONEncoder(ensure_ascii=False)
+_OF_FUNCTION = frozenset(("function", "name", *ARGUMENTS))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 NO_MEDIA = "place of a picture in the text"
@@ -171,7 +171,7 @@ def _tool_call(call: Message, where: str) -> Message:
         raise DataError(f"{where} has {' and '.join(given)}: keep one", reason="malformed tool call")
     function["arguments"] = _arguments(said[0] if said else given.get("arguments"))
     # Ids and whatever else the data has stay, since templates may write them.
-    kept = {key: value for key, value in call.items() if key not in ("function", "name", *ARGUMENTS)}
+    kept = {key: value for key, value in call.items() if key not in _OF_FUNCTION}
     return {"type": "function", **kept, "function": function}
 
 
@@ -193,11 +193,11 @@ def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tu
     """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
-    # First in all of them at once. JSON changes only characters that no special token has.
+    # First in all of them at once. repr changes only characters that no special token has.
     others = ([message for message in messages if len(message) != 2], row.tools, row.template_args)
     plain = [message["content"] for message in messages if len(message) == 2]
     with suppress(TypeError, ValueError, RecursionError):
-        whole = "\0".join((*plain, *ROLES, "role", "content", _WRITER.encode(others) if any(others) else ""))
+        whole = "\0".join((*plain, *ROLES, "role", "content", repr(others) if any(others) else ""))
         firsts = _first_characters(special_tokens)
         if firsts is not None and not (any(map(whole.__contains__, firsts)) and pattern.search(whole)):
             return
@@ -227,8 +227,8 @@ def _without_think_tags(value: object) -> object:
 
 @lru_cache(maxsize=8)
 def _first_characters(special_tokens: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the characters that special tokens begin with; None: JSON has some of them with an escape."""
-    as_they_are = all(_WRITER.encode(token) == f'"{token}"' for token in special_tokens)
+    """Return the characters that special tokens begin with; None: repr has some of them with an escape."""
+    as_they_are = all(repr(token) == f"'{token}'" for token in special_tokens)
     return frozenset(token[0] for token in special_tokens if token) if as_they_are else None
 
 
@@ -266,6 +266,8 @@ ROLE_NAMES = {
     **dict.fromkeys(("observation", "function", "tool_response", "ipython"), "tool"),
 }
 "Name of a speaker, in any case -> role; tool_call: an answer whose text is the JSON of its calls."
+_TODAY = frozenset((*MESSAGE, "name"))
+"Keys of a message that is written as it is today."
 
 
 def current_message(message: object, where: str, names: Mapping[str, str] = ROLE_NAMES) -> object:
@@ -275,7 +277,8 @@ def current_message(message: object, where: str, names: Mapping[str, str] = ROLE
     Args:
         names: ROLE_NAMES, with those of the source.
     """
-    if not isinstance(message, dict) or (names is ROLE_NAMES and is_plain(message) and message["role"] in ROLES):
+    is_known = names is ROLE_NAMES and isinstance(message, dict) and _TODAY.issuperset(message)
+    if not isinstance(message, dict) or (is_known and message.get("role") in ROLES):
         return message
     message = named(message, where)
     if "from" in message and "value" in message:

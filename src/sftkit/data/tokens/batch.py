@@ -11,10 +11,10 @@ import gc
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -83,10 +83,8 @@ class _Waiting:
     text: str
     spans: dict[int, list[Span]]
     last: int
-    specials: list[str]
-    "special tokens of the text"
-    ends: list[int]
-    "where each of them ends"
+    pieces: list[str]
+    "the text, split at its special tokens"
     prompt: np.ndarray | None = None
     "ids of the text before the last answer, if the two are encoded apart"
     shape: ChatShape | None = None
@@ -149,7 +147,7 @@ class RowBatches:
         self._seen = Seen()
         learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS
         self._shapes = Shapes(self.tokenizer, self.settings.get("learning", learning), specials, self._seen)
-        self._headers: dict[str, list[int]] = {}
+        self._headers: dict[str, bytes] = {}
         self._pattern = re.compile(f"({special_pattern(specials).pattern})")
         special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
         self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
@@ -186,11 +184,11 @@ class RowBatches:
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return
 
-    def _encode(self, texts: Sequence[str], *, split: bool) -> list[Any]:
+    def _encode(self, texts: Sequence[str], pieces: Iterable[list[str] | None] = (), *, split: bool) -> list[Any]:
         """Return the ids of texts, int32 [n] each; None for those of more than LONGEST_TEXT characters whose words are
-        not known. `split`: special tokens in a text are ordinary characters."""
-        words = self._words
-        found = [None if words is None else words.encode(text, split=split) for text in texts]
+        not known. `split`: special tokens in a text are ordinary characters. `pieces`: as in Words.encode."""
+        encode = (lambda *_, **__: None) if self._words is None else self._words.encode
+        found = [encode(text, given, split=split) for text, given in zip_longest(texts, pieces)]
         left = [(i, texts[i]) for i, ids in enumerate(found) if ids is None and len(texts[i]) <= LONGEST_TEXT]
         backend = self.tokenizer.backend_tokenizer
         backend.encode_special_tokens = split
@@ -247,10 +245,12 @@ class RowBatches:
                 if shaped is None or shaped.shape.counts is None:
                     waiting += self._next(i, steps, None)
                 elif _is_encoded_here(given := shaped.only_text):
-                    waiting.append(self._waiting(i, steps, given, {}, 0))
-                    waiting[-1].shape = shaped.shape
+                    waiting.append(_Waiting(i, steps, given, {}, 0, self._pattern.split(given), shape=shaped.shape))
         while waiting:
-            encoded = self._encode([one.to_encode for one in waiting], split=False)
+            # Most tokenizers have no added tokens that are not special.
+            is_split = self._words is not None and self._special_ids.keys() == self._words.added
+            pieces = [one.pieces if is_split and one.prompt is None else None for one in waiting]
+            encoded = self._encode([one.to_encode for one in waiting], pieces, split=False)
             alike: dict[ChatShape, list[tuple[_Waiting, np.ndarray]]] = {}
             following = []
             for one, ids in zip(waiting, encoded, strict=True):
@@ -270,7 +270,8 @@ class RowBatches:
         """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
         try:
             text, spans, last = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
-            return [self._waiting(row, steps, text, spans, last)] if _is_encoded_here(text) else []
+            pieces = self._pattern.split(text)
+            return [_Waiting(row, steps, text, spans, last, pieces)] if _is_encoded_here(text) else []
         except StopIteration as done:
             self._results[row] = done.value
         except DataError as error:
@@ -278,14 +279,6 @@ class RowBatches:
         except NotPlaced:
             pass
         return []
-
-    def _waiting(
-        self, row: int, steps: chat.ChatSteps[Tokenized], text: str, spans: dict[int, list[Span]], last: int
-    ) -> _Waiting:
-        """Return a text that is to be encoded."""
-        pieces = self._pattern.split(text)
-        ends = list(accumulate(map(len, pieces)))[1::2]
-        return _Waiting(row, steps, text, spans, last, pieces[1::2], ends)
 
     def _place(self, shape: ChatShape, group: list[tuple[_Waiting, np.ndarray]]) -> list[tuple[_Waiting, np.ndarray]]:
         """Make the documents of rows of a shape from their ids, all at once, as _after does one by one. Return the rows
@@ -299,7 +292,7 @@ class RowBatches:
         starts = lengths.cumsum() - lengths
         at = self._is_special.take(ids).nonzero()[0]
         number = np.bincount(np.searchsorted(starts, at, side="right") - 1, minlength=len(group)).tolist()
-        here = [n == len(specials) == len(one.specials) for n, (one, _) in zip(number, group, strict=True)]
+        here = [n == len(specials) == len(one.pieces) // 2 for n, (one, _) in zip(number, group, strict=True)]
         if not all(here):
             rest = [one for one, is_here in zip(group, here, strict=True) if is_here]
             others = [one for one, is_here in zip(group, here, strict=True) if not is_here]
@@ -339,36 +332,37 @@ class RowBatches:
         """Place the tokens of a text; return what is to be encoded next for its row."""
         ids = encoded if one.prompt is None else np.concatenate([one.prompt, encoded])
         places = self._is_special.take(ids).nonzero()[0]
-        if ids.take(places).tolist() != list(map(self._special_ids.__getitem__, one.specials)):
+        if ids.take(places).tolist() != list(map(self._special_ids.__getitem__, one.pieces[1::2])):
             return []
         is_long = len(ids) > self.settings["max_length"]
         if is_long or self._text_sizes.take(ids).sum() != len(one.text.encode()):
             return []
-        ends = one.ends
+        ends = list(accumulate(map(len, one.pieces)))[1::2]
         at = dict(zip(ends, (places + 1).tolist(), strict=True))
         at[0] = 0
         at[len(one.text)] = len(ids)
         shared: set[int] = set()
+        whole = ids.tobytes()
         for k, parts in one.spans.items():
             start = parts[0][0]
             before = bisect_right(ends, start) - 1
             first = int(places[before]) if before >= 0 else 0
-            begin = ends[before] - len(one.specials[before]) if before >= 0 else 0
+            begin = ends[before] - len(one.pieces[2 * before + 1]) if before >= 0 else 0
             if start - begin > LONGEST_HEADER:
                 return []
             header = self._header_ids(one.text[begin:start])
-            if ids[first : first + len(header)].tolist() == header:
-                at[start] = first + len(header)
+            if whole.startswith(header, first * ids.itemsize):
+                at[start] = first + len(header) // ids.itemsize
             elif k == one.last and one.prompt is None:
-                return [replace(one, prompt=np.append(ids[:first], np.array(header, np.int32)))]
+                return [replace(one, prompt=np.append(ids[:first], np.frombuffer(header, np.int32)))]
             else:
                 shared.add(k)
         return self._next(one.row, one.steps, (Placed(ids, at), shared))
 
-    def _header_ids(self, header: str) -> list[int]:
-        """Return the ids of a header by itself."""
+    def _header_ids(self, header: str) -> bytes:
+        """Return the ids of a header by itself, int32."""
         if header not in self._headers:
-            keep(self._headers, header, encode(self.tokenizer, header).ids.tolist(), MOST_HEADERS)
+            keep(self._headers, header, encode(self.tokenizer, header).ids.tobytes(), MOST_HEADERS)
         return self._headers[header]
 
 

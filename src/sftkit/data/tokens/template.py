@@ -153,6 +153,7 @@ def _rendered(source: str, variables: dict[str, Any], *, marks: bool) -> tuple[s
             spans.length = length = length + str.__len__(block)  # a text that is watched (shapes) would note len
             if length > MAX_RENDERED:
                 raise config_error("endless chat template", most=MAX_RENDERED)
+    context.vars.clear()  # macros of the template, which hold the context: else each rendering leaves garbage
     return "".join(found), spans
 
 
@@ -192,13 +193,14 @@ def _environment() -> Any:
         return known[type(owner), name]
 
     found = environment.getattr
+    absent = lru_cache(maxsize=1024)(lambda name: environment.undefined(obj={}, name=name))  # it keeps the kind of obj
     of_dicts = frozenset(dir(dict))
 
     def attribute_of(owner: Any, name: str) -> Any:
         # A key of a message, which Jinja takes only after the attribute of an object is not there.
         if type(owner) is not dict or name in of_dicts:
             return found(owner, name)
-        return owner[name] if name in owner else environment.undefined(obj=owner, name=name)
+        return owner[name] if name in owner else absent(name)
 
     call = environment.call
     tracker = next(one for one in environment.extensions.values() if hasattr(one, "activate_tracker"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -26,10 +27,11 @@ LONGEST_WORD = 64
 LONG_PIECES, MOST_PIECES = range(512, 2**14), 2**9
 """Lengths of the texts between added tokens whose ids are cached, in characters, and the largest number of these texts:
 tools and system prompts recur."""
-GPT2 = r"\p{L}+| \p{L}+|'(?:[stmd]|re|ve|ll)| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"The pattern of ByteLevel (byte_level.rs of tokenizers), with the most frequent words first."
+GPT2 = r" \p{L}++|\p{L}++|'(?:[stmd]|re|ve|ll)| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
+"The pattern of ByteLevel (byte_level.rs of tokenizers), with the most frequent words first and without backtracking."
 PROBE = "It's I'LL 'twas 1234 a12 12  b\n\n c\r\n\t!? _x() ../é½٣世界の한글 ไทย عربى \u00a0«…»€ a\u0301\n "
 "Text that a tokenizer must split as here."
+_SEPARATORS = "\x1c\x1d\x1e\x1f"
 _CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
 
 
@@ -74,6 +76,7 @@ class Words(dict[str, bytes]):
         self._unknown = re.compile(f"[^{_ranges('')}]")
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: np.int32(i).tobytes() for i, token in added.items()}
+        self.added = frozenset(self._added)
         self._special = {token.content for token in added.values() if token.special}
         self._split = re.compile(f"({special_pattern(tuple(self._added)).pattern})").split
         self._pieces: dict[str, bytes] = {}
@@ -82,21 +85,22 @@ class Words(dict[str, bytes]):
             self._parts = Parts(pattern, self._parts)
 
     def __missing__(self, word: str) -> bytes:
-        characters = "".join(map(_CHARACTERS.__getitem__, word.encode()))
-        ids = np.array([token.id for token in self._model.tokenize(characters)], np.int32).tobytes()
+        characters = word.encode().decode("latin-1").translate(_CHARACTERS)
+        ids = array("i", [token.id for token in self._model.tokenize(characters)]).tobytes()
         if len(word) <= LONGEST_WORD:
             keep(self, word, ids, MOST_WORDS)
         return ids
 
-    def encode(self, text: str, *, split: bool) -> np.ndarray | None:
+    def encode(self, text: str, given: Sequence[str] | None = None, *, split: bool) -> np.ndarray | None:
         """Return the ids of a text, int32 [n], not to be written to, without those that a tokenizer puts around it.
 
         None: the text is to be normalized, or tokenizers may split it in several ways. `split`: special tokens in it
-        are ordinary characters.
+        are ordinary characters. `given`: the text, split at its added tokens, if that is known.
         """
-        if self._unknown.search(text) or (self._nfc and not unicodedata.is_normalized("NFC", text)):
+        is_plain = text.isascii() and not any(map(text.__contains__, _SEPARATORS))
+        if not is_plain and (self._unknown.search(text) or (self._nfc and not unicodedata.is_normalized("NFC", text))):
             return None
-        pieces: list[Any] = self._split(text)
+        pieces: list[Any] = self._split(text) if given is None else [*given]
         if split and not self._special.isdisjoint(pieces[1::2]):
             return None
         pieces[1::2] = map(self._added.__getitem__, pieces[1::2])
@@ -118,6 +122,10 @@ def word_encoder(backend: Tokenizer) -> Words | None:
     model, normalizer, steps = (parts[name] or {} for name in ("model", "normalizer", "pre_tokenizer"))
     *before, last = steps.get("pretokenizers") or [steps]
     patterns = [*map(_pattern, before), *([_translated(GPT2)] if last.get("use_regex") else [])]
+    if last.get("use_regex") and [step.get("type") for step in before] == ["Digits"]:
+        # Numbers are split off first: no space goes with them, and white space before one ends its part of the text.
+        numbers = r"\p{N}" if before[0]["individual_digits"] else r"\p{N}+"
+        patterns = [_translated(GPT2.replace(r" ?\p{N}++", numbers).replace(r"(?!\S)", r"(?![^\s\p{N}])"))]
     added = backend.get_added_tokens_decoder().values()
     known = (
         model.get("type") == "BPE"
@@ -199,7 +207,7 @@ def _ranges(category: str) -> str:
         of = new(character)
         if not (old(character) == of not in ("Cn", "Cs") and of.startswith(category)):
             continue
-        if character in "\x1c\x1d\x1e\x1f\u017f\u212a":
+        if character in f"{_SEPARATORS}\u017f\u212a":
             continue
         if ranges and ranges[-1][1] == i - 1:
             ranges[-1][1] = i
