@@ -806,8 +806,23 @@ SMALL_TEMPLATES = {
         TWO_TURNS,
         [TURN + "[[So.<|im_end|>]]" + NEXT + "[[Thus.<|im_end|>]]"],
     ),
+    "the next header is always there, and its first token begins questions too": (  # the end of turn is not eos
+        small(SAYS, BEGINS, otherwise=BEGINS, eos="<|endoftext|>"),
+        TWO_TURNS,
+        [TURN + "[[So.<|im_end|>]]" + NEXT + "[[Thus.<|im_end|>]]"],
+    ),
     "two tokens end a turn": (  # Command R7B
         small(BEGINS + "{{ m.content + '<|eot_id|><|im_end|>\\n' }}", BEGINS),
+        TWO_TURNS,
+        [TURN + "[[So.<|eot_id|><|im_end|>]]" + NEXT + "[[Thus.<|eot_id|><|im_end|>]]"],
+    ),
+    "two tokens after what is marked end a turn": (
+        small(BEGINS + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|eot_id|><|im_end|>\\n' }}", BEGINS),
+        TWO_TURNS,
+        [TURN + "[[So.<|eot_id|><|im_end|>]]" + NEXT + "[[Thus.<|eot_id|><|im_end|>]]"],
+    ),
+    "two tokens and a line break end what is marked": (
+        small(BEGINS + "{% generation %}{{ m.content + '<|eot_id|><|im_end|>\\n' }}{% endgeneration %}", BEGINS),
         TWO_TURNS,
         [TURN + "[[So.<|eot_id|><|im_end|>]]" + NEXT + "[[Thus.<|eot_id|><|im_end|>]]"],
     ),
@@ -875,6 +890,19 @@ def test_an_empty_block_of_prompts_is_context_where_the_recipe_turns_thinking_of
     tokenizer = make_tokenizer()
     tokenizer.chat_template = with_arguments(source, {"enable_thinking": False})
     assert documents(tokenizer, messages) == expected
+
+
+def test_reasoning_is_not_learned_after_an_empty_block(make_tokenizer) -> None:
+    """A prompt that turns thinking off has closed the block: no server lets the model reason after it."""
+    tokenizer = make_tokenizer()
+    thinks = "{% if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+    prompt = BEGINS + "{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+    tokenizer.chat_template, _ = small(
+        BEGINS + thinks + SAYS.removeprefix(BEGINS), prompt, first="{% if enable_thinking %}Think.{% endif %}"
+    )
+    assert documents(tokenizer, [U, REASONED]) == ["Think." + TURN + "[[<think>\nI think.\n</think>\n\nSo.<|im_end|>]]"]
+    with pytest.raises(DataError, match="prompt"):
+        documents(tokenizer, [U, REASONED], thinking="learn_empty")
 
 
 def test_a_template_for_lists_of_parts_is_rejected(make_tokenizer) -> None:

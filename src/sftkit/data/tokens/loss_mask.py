@@ -39,15 +39,15 @@ def within(span: Span, marks: list[Span]) -> list[Span]:
     return [*parts[:-1], (parts[-1][0], end)] if parts else []
 
 
-def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
-    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace
-    after that token."""
+def end_of_marked(text: str, span: Span, endings: tuple[str, ...]) -> int:
+    """Return the end of a marked span: with what ends the turn if the marks leave it out, without whitespace
+    after that."""
     start, end = span
     trimmed = start + len(text[start:end].rstrip())
-    if text.endswith(end_tokens, start, trimmed):
+    if text.endswith(endings, start, trimmed):
         return trimmed
-    for token in end_tokens:
-        following = re.compile(r"\s*" + re.escape(token)).match(text, end)
+    for ending in endings:
+        following = re.compile(r"\s*" + re.escape(ending)).match(text, end)
         if following:
             return following.end()
     return end
@@ -628,7 +628,7 @@ class AnswerLocator:
             return self._located(last, wanted)
         spans = {}
         before = 0
-        ends = self.template.end_tokens
+        ends = tuple(filter(None, (self.template.ending, *self.template.end_tokens)))
         for k, (start, end) in zip(answers, marks, strict=True):
             past = end_of_marked(text, (start, end), ends)
             first = self._after_header(text, start)
@@ -736,7 +736,7 @@ class AnswerLocator:
                     raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
                 return f"{prompt}{reasoning}\n</think>\n\n{THOUGHT.sub('', answer).lstrip()}", len(prompt)
             is_off = self.template.thinking_argument and prompt == self._render(k, off, add_generation_prompt=True)
-            if is_off and prompt.startswith(bare):
+            if is_off and prompt.startswith(bare) and not reasoning_of(self.messages[k]):
                 return prompt + answer, len(prompt)
         # The error shows a little of both texts where they begin to differ.
         at = len(common_prefix([text, prompt]))

@@ -339,6 +339,8 @@ class Template:
     end_call: str | None
     """The special token that ends an answer which calls tools: GLM writes another one there than before a question.
     None: no such token, or the template renders no calls."""
+    ending: str
+    "The text with which an answer ends its turn, of one special token or several; empty: not known."
     tail: str
     """The text after an answer that is the last message, and after no other: the next header, asked for or not
     (Command A), or eos after the token that ends turns (Phi-3)."""
@@ -481,10 +483,13 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     # The special tokens that an answer ends with, up to eos, are those that it also ends with before another turn.
     closing = answered_last[_find(answered_last, FIRST_ANSWER)[1] :].rstrip()
     special = special_pattern(special_tokens)
-    tail = ""
+    # One that begins conversations too is that of the next header.
+    opening = re.findall(rf"(?:\s|{special.pattern})*", text)[0]
+    ending = tail = ""
     for one, other in zip(special.finditer(closing), special.finditer(text[answered[1] :]), strict=False):
-        if one[0] != other[0]:
+        if one[0] != other[0] or (ending and one[0] in opening and one[0] != tokenizer.eos_token):
             break
+        ending = closing[: one.end()]
         tail = closing[one.end() :]
         if one[0] == tokenizer.eos_token:
             break
@@ -495,6 +500,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         end_within=end_within,
         end_last=end_last,
         end_call=_end_of_call(rendered, special_tokens),
+        ending=ending,
         tail=tail,
         headers=headers,
         short_header=text[len(question) if text.startswith(question) else asked[1] : answered[0]],
