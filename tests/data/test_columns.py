@@ -142,6 +142,14 @@ def test_a_call_is_learned_however_it_is_written(name: str, tokenizer) -> None:
     assert ("Answer" in learned) == ("text" in name)
 
 
+def test_a_template_gets_calls_in_the_shape_of_openai_and_their_names_once(tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    tokenizer.chat_template = template + "<|im_end|>{% endfor %}{{ 'assistant ' if add_generation_prompt }}"
+    bare = {"name": "f", "parameters": {"x": 1}}
+    learned, _ = read({"messages": [ASK, {"role": "assistant", "tool_calls": [bare]}]}, tokenizer)
+    assert json.dumps([{"type": "function", "function": json.loads(CALLED)}]) in learned
+
+
 @pytest.mark.parametrize("raw", [CHAT, PAIR, ALPACA, CHOICES], ids=lambda raw: next(iter(raw)))
 @pytest.mark.parametrize("name", ["tools", "functions"])
 def test_tools_of_any_conversation_are_rendered(raw: dict[str, Any], name: str, tokenizer) -> None:

@@ -83,6 +83,8 @@ MACRO = "{% macro f(a, b='!') %}[{{ a }}{{ b }}]{% endmacro %}"
     [
         MACRO + "{{ f(1) }}{{ f(1, 2) }}{{ f(1, b=3) }}{{ f(b=4) }}{{ f() }}",
         "{% macro f() %}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f() }}{{ f(1, x=2) }}",
+        "{% macro f() %}{{ varargs }}{% endmacro %}{{ f() }}{{ f(1) }}",
+        "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f() }}{{ f(x=2) }}",
         "{% macro f(a) %}{{ a }}{{ caller(a) if caller }}{% endmacro %}{% call(b) f(1) %}{{ b }}!{% endcall %}{{ f(2) }}",
         "{% macro f(a) %}<{{ a }}>{% endmacro %}{% autoescape true %}{{ f('<b>') ~ '<i>' }}{% endautoescape %}{{ f('<b>') }}",
         MACRO
@@ -107,7 +109,7 @@ def test_a_rendering_knows_no_variable_of_an_earlier_one() -> None:
 
 
 def test_a_macro_that_is_called_with_too_much_rejects_the_conversation() -> None:
-    for call in ("f(1, 2, 3)", "f(1, c=2)"):
+    for call in ("f(1, 2, 3)", "f(1, c=2)", "f(1, 2, c=3)"):
         with pytest.raises(TemplateError, match="macro 'f' takes n"):
             render(MACRO + f"{{{{ {call} }}}}", {})
 
@@ -209,7 +211,7 @@ def test_a_limit_ends_a_run_whose_template_a_process_renders(make_tokenizer, tmp
 
 
 def test_a_rendering_leaves_no_garbage_to_collect() -> None:
-    source = "{% macro f(a) %}{{ a }}{% endmacro %}{% for m in messages %}{% generation %}{{ f(m.content) }}"
+    source = "{% macro f(a) %}{{ a }}{{ range(2) }}{% endmacro %}{% for m in messages %}{% generation %}{{ f(m.content) }}"
     source += "{% endgeneration %}{% endfor %}"
     gc.collect()
     gc.disable()
