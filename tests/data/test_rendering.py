@@ -211,7 +211,9 @@ def test_a_limit_ends_a_run_whose_template_a_process_renders(make_tokenizer, tmp
 
 
 def test_a_rendering_leaves_no_garbage_to_collect() -> None:
-    source = "{% macro f(a) %}{{ a }}{{ range(2) }}{% endmacro %}{% for m in messages %}{% generation %}{{ f(m.content) }}"
+    source = (
+        "{% macro f(a) %}{{ a }}{{ range(2) }}{% endmacro %}{% for m in messages %}{% generation %}{{ f(m.content) }}"
+    )
     source += "{% endgeneration %}{% endfor %}"
     gc.collect()
     gc.disable()
