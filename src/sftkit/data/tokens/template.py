@@ -232,13 +232,10 @@ def _environment() -> Any:
     return environment
 
 
-_PLAIN = frozenset((str,))
-
-
 def _joined(parts: Iterable[Any]) -> str:
     """Join texts; with one that notes how a template looks at it (shapes), the whole notes it, too."""
     texts = [*parts]
-    if _PLAIN.issuperset(map(type, texts)):
+    if {str}.issuperset(map(type, texts)):
         return "".join(texts)
     texts = [*map(str, texts)]
     watched: Any = next((one for one in texts if hasattr(one, "of")), None)
