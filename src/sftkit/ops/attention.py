@@ -204,7 +204,7 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
             continue
         part.set_attn_implementation(name)
         if part.config._attn_implementation != name:
-            raise config_error("attention of its own", name=type(part).__name__)
+            raise config_error("attention outside the registry", name=type(part).__name__)
 
 
 def attend(
